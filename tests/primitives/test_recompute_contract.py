@@ -52,8 +52,13 @@ def compiled_already(block):
         (lambda block: Recompute(nn.LazyLinear(3)), "run one batch through it first"),
         (lambda block: Recompute("layer"), "a module is needed, got str"),
         (
-            lambda block: Recompute(block, determinism_check="all")(BATCH),
-            r"^determinism_check should be one of \['default', 'none'\]",
+            lambda block: Recompute(block, enabled="yes"),
+            "^enabled must be True or False, got 'yes'$",
+        ),
+        (lambda block: Recompute(block, early_stop=1), "^early_stop must be True or False, got 1$"),
+        (
+            lambda block: Recompute(block, determinism_check="all"),
+            "^determinism_check: default or none, not 'all'$",
         ),
         (lambda block: apply(chain(3), strategy="selective"), "needs a profile"),
         (lambda block: apply(chain(3), strategy="sequential"), "needs a batch"),
@@ -89,7 +94,7 @@ def test_reentrant_is_refused_if_it_would_lose_gradients():
     block = Block()
     with pytest.raises(
         ValueError,
-        match=r"^no input of a block requires grad, and with use_reentrant=True its "
+        match=r"^no input of RecomputeBlock requires grad, and with use_reentrant=True its "
         "parameters would get no gradient at all; leave use_reentrant at False, or call "
         "enable_input_require_grads.. or a similar method$",
     ):

@@ -157,7 +157,7 @@ def test_a_function_without_modules_is_the_same_function_by_name():
     assert torch.equal(weight.grad, (X.cos() * X * 2).sum(0))
     assert (scaled.__name__, scaled.__doc__) == ("scaled", "Multiply.")
     reentrant = Recompute(scaled.__wrapped__, use_reentrant=True)
-    with pytest.raises(ValueError, match="a block gets a tensor that requires grad by keyword"):
+    with pytest.raises(ValueError, match="scaled gets a tensor that requires grad by keyword"):
         reentrant(X, weight=weight, debug=2)
     # Nothing is saved without gradients, and so nothing refused.
     frozen = weight.detach()

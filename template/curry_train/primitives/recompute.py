@@ -61,6 +61,11 @@ class RecomputeOptions:
     change_contexts: Callable[[Pair], Pair] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("enabled", "use_reentrant", "preserve_rng_state", "debug", "early_stop"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.determinism_check not in ("default", "none"):
+            raise ValueError(f"determinism_check: default or none, not {self.determinism_check!r}")
         has_contexts = self.context_fn is not noop_context_fn or self.change_contexts is not None
         if self.use_reentrant and (self.debug or has_contexts):
             raise ValueError(
@@ -160,13 +165,11 @@ def run_checkpointed(
 ) -> Any:
     """Call `run(*args, **kwargs)`, saving only its inputs; `modules` are those that `run` calls."""
     args, kwargs = inputs
-    if not options.enabled or (options.use_reentrant and not _gradients_flow(modules, inputs)):
+    if not options.enabled or (options.use_reentrant and not _gradients_flow(run, modules, inputs)):
         return run(*args, **kwargs)
 
-    names = ("preserve_rng_state", "determinism_check", "debug", "early_stop")
+    names = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
     settings: dict[str, Any] = {name: getattr(options, name) for name in names}
-    # For None torch takes the other one.
-    settings["use_reentrant"] = bool(options.use_reentrant)
     if torch.compiler.is_compiling():
         # Compiled code saves every tensor, and notices changes in place. Keywords are bound here,
         # because `checkpoint` has some of its own, such as `debug`.
@@ -205,24 +208,25 @@ def _end_hooks(error: BaseException) -> None:
             frame.f_locals["gen"].close()
 
 
-def _gradients_flow(modules: Sequence[nn.Module], inputs: Inputs) -> bool:
+def _gradients_flow(run: Any, modules: Sequence[nn.Module], inputs: Inputs) -> bool:
     """Return whether an input requires grad; refuse reentrant calls that would lose gradients.
 
     Reentrant checkpointing runs backward only through positional tensors.
     """
     args, kwargs = inputs
+    called = type(modules[0]).__name__ if modules else getattr(run, "__name__", str(run))
     nested = [value for value in args if not isinstance(value, Tensor)]
     if any(tensor.requires_grad for tensor in tensors_in((nested, kwargs))):
         raise ValueError(
-            "a block gets a tensor that requires grad by keyword or inside a container, and with "
+            f"{called} gets a tensor that requires grad by keyword or inside a container, and with "
             "use_reentrant=True its gradient would be lost; leave use_reentrant at False"
         )
     requires_grad = any(isinstance(value, Tensor) and value.requires_grad for value in args)
     trained = any(one.requires_grad for module in modules for one in module.parameters())
     if trained and not requires_grad:
         raise ValueError(
-            "no input of a block requires grad, and with use_reentrant=True its parameters would "
-            "get no gradient at all; leave use_reentrant at False, or call "
+            f"no input of {called} requires grad, and with use_reentrant=True its "
+            "parameters would get no gradient at all; leave use_reentrant at False, or call "
             "enable_input_require_grads() or a similar method"
         )
     return requires_grad
