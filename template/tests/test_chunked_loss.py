@@ -97,6 +97,11 @@ def test_no_tensor_is_as_large_as_the_logits_and_no_product_runs_twice():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            {"chunk_tokens": 2.5},
+            "^chunk_tokens must be a whole number of at least 1, or None to choose one, got 2.5$",
+        ),
+        ({"chunk_tokens": 0}, "^chunk_tokens must be a whole number of at least 1"),
         ({"reduction": "max"}, r"^reduction must be one of .*, got 'max'$"),
         (
             {"z_loss": math.inf},

@@ -195,6 +195,8 @@ def test_only_outer_loops_are_replaced_and_one_on_the_instance_is_restored():
     assert recompute_timesteps(model) == ["0", "2"]
     with pytest.raises(ValueError, match="is wrapped already"):
         recompute_timesteps(model)
+    with pytest.raises(ValueError, match="chunk_size"):
+        recompute_timesteps(model, chunk_size=0)
     assert model[2].unroll is not own
     assert remove_timesteps(model) == ["0", "2"]
     assert remove_timesteps(model) == []

@@ -184,7 +184,10 @@ def pair_of(step_returns):
 @pytest.mark.parametrize(
     ("kept", "message"),
     [
-        ({"chunk_size": 0}, "must not be zero"),
+        (
+            {"chunk_size": 0},
+            "chunk_size must be a whole number from 1 up, or None to measure it; got 0",
+        ),
         ({"outputs": "all"}, "outputs must be one of stack, sum, mean, last; got 'all'"),
         ({"inputs": currents(0)}, r"^inputs have no timestep to run: is time_dim right\?$"),
         ({"inputs": []}, "^inputs have no timestep to run"),

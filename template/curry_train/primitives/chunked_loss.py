@@ -33,6 +33,7 @@ from .autocast import Autocast, autocast_as, autocast_now
 from .cross_entropy import (
     REDUCTIONS,
     TARGET_DTYPES,
+    check_chunk_size,
     chunked_cross_entropy,
     product_dtype,
     refuse_second_derivative,
@@ -486,6 +487,7 @@ def apply_chunked_loss(
     `chunked_cross_entropy`.
     Call this before DDP, `fully_shard` and `torch.compile`.
     """
+    check_chunk_size(chunk_tokens)
     found = _find_heads(model, head)
     for module in found.values():
         become(ChunkedHead, module, LossUse(chunk_tokens))

@@ -95,6 +95,7 @@ def chunked_cross_entropy(
     take, with the copies of their logits, at most 64 MiB; and at most half of the gradients' bytes.
     """
     _check(hidden, weight, targets, bias)
+    check_chunk_size(chunk_tokens)
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
     limited = softcap is None or 0 < softcap < math.inf
@@ -150,6 +151,15 @@ def chunked_log_probabilities(
     `chunked_cross_entropy`.
     """
     return -chunked_cross_entropy(hidden, weight, targets, reduction="none", **options)
+
+
+def check_chunk_size(chunk_tokens: int | None) -> None:
+    """Raise an error unless the size is None or a positive whole number."""
+    if chunk_tokens is not None and (type(chunk_tokens) is not int or chunk_tokens < 1):
+        raise ValueError(
+            "chunk_tokens must be a whole number of at least 1, or None to choose one, "
+            f"got {chunk_tokens!r}"
+        )
 
 
 def refuse_second_derivative() -> None:

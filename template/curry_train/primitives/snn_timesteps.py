@@ -307,6 +307,7 @@ def checkpoint_timesteps(
     first call runs a few steps to measure their bytes and to detect hidden state.
     In eval mode, without grad mode, and with one chunk for all timesteps, this is the plain loop.
     """
+    check_size(chunk_size)
     timesteps = slice_time(inputs, time_dim)
     modules = modules_of(step, depth=DEEPEST_SEARCH)
     is_eval = modules and not any(module.training for module in modules)
@@ -331,6 +332,15 @@ def checkpoint_timesteps(
         state = _run_chunk(step, state, chunk, collected=collected, modules=modules)
     state = _take_steps(step, timesteps, state, collected)
     return collected.finish(), state
+
+
+def check_size(chunk_size: int | None) -> None:
+    """Raise an error unless the size is None or a positive whole number."""
+    if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
+        raise ValueError(
+            "chunk_size must be a whole number from 1 up, or None to measure it; "
+            f"got {chunk_size!r}"
+        )
 
 
 def _run_chunk(

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from ..core.blocks import Derived, become, restore
-from .snn_timesteps import checkpoint_timesteps
+from .snn_timesteps import check_size, checkpoint_timesteps
 
 
 class Unrolled(Derived):
@@ -36,6 +36,7 @@ def recompute_timesteps(model: nn.Module, *, chunk_size: int | None = None) -> l
     `unroll = staticmethod(run_timesteps)` or a similar method. Call this before DDP,
     `fully_shard` and `torch.compile`.
     """
+    check_size(chunk_size)
     found = steppers(model)
     if not found:
         raise ValueError(
