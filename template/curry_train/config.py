@@ -63,7 +63,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, or SGD with `beta1` as momentum; torch refuses values that they can't have.
+    """AdamW, or SGD with `beta1` as momentum.
 
     Weight decay applies to matrices, not to vectors such as norms and biases.
     """
@@ -73,6 +73,12 @@ class OptimizerConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        is_rate = 0 < self.learning_rate < math.inf
+        require(is_rate, "learning_rate", self.learning_rate, "a number above 0")
+        # Torch takes any momentum.
+        require(0 <= self.beta1 < 1, "beta1", self.beta1, "from 0 to below 1")
 
 
 @dataclass(frozen=True)

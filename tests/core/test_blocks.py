@@ -108,8 +108,9 @@ def test_a_pattern_without_a_match_raises_an_error_that_lists_the_names():
         ValueError, match=r"the pattern 'nothing' matches no module; there are layers, layers\.0"
     ):
         find_blocks(module, iter(["layers.*", "nothing"]))
-    with pytest.raises(ValueError, match=r"given by patterns of names, .*got ModuleList$"):
-        find_blocks(module, module.layers)
+    for wrong in (module.layers, 3):
+        with pytest.raises(ValueError, match=r"patterns of names, .*got (ModuleList|int)$"):
+            find_blocks(module, wrong)
 
 
 @dataclass

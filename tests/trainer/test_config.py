@@ -83,6 +83,10 @@ steps=many                 | steps must be a whole number; got 'many'
 steps=[                    | steps=[ is not a YAML value
 precision=fp16             | precision must be float32 or bfloat16 or float16; got 'fp16'
 seed=9223372036854775808   | seed must be from 0 to below 2**63; got 9223372036854775808
+optimizer.learning_rate=0  | optimizer.learning_rate must be a number above 0; got 0
+optimizer.learning_rate=.inf | optimizer.learning_rate must be a number above 0; got inf
+optimizer.beta1=1          | optimizer.beta1 must be from 0 to below 1; got 1
+recompute.exclude_patterns=5 | exclude_patterns must be a list of globs over module names
 clip_norm=0                | clip_norm must be above 0, or null; got 0
 name=a/b                   | name must be the name of a folder; got 'a/b'
 recompute.strategy=sacc    | recompute: no strategy is called 'sacc'; did you mean 'sac'?

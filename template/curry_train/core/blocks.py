@@ -214,7 +214,8 @@ def blocks_if_any(module: nn.Module, pattern: Globs | None = None) -> dict[str, 
 def match_names(names: list[str], globs: Globs, *, option: str) -> list[str]:
     """Return the names that match a glob, or one of several; a glob without a match is an error."""
     matched: set[str] = set()
-    for glob in [globs] if isinstance(globs, str | nn.Module) else globs:
+    is_one = isinstance(globs, str | nn.Module | int)
+    for glob in [globs] if is_one else globs:
         if not isinstance(glob, str):
             raise ValueError(
                 f"{option} has to be given by patterns of names, such as 'layers.*'; "
