@@ -25,7 +25,7 @@ from curry_train.workloads.workload import IndivisibleBatch
 from large_models import llama_8b
 
 from ..command_runs import in_python
-from ..plan_models import Called, estimated, squares
+from ..plan_models import Called, Runs, estimated, squares
 
 # What CUDA's kernels keep.
 
@@ -100,6 +100,15 @@ def test_attention_uses_the_kernel_that_cuda_would():
         kept - 96 * 96 * 2 == 2 * output + rows + 16 + 2 * 2 * output
     )  # keys and values for each head
     assert attend(torch.bfloat16, kernels="cpu")[1][0] == "flash_attention_for_cpu"
+
+
+def test_softmax_multiplies_into_a_tensor_of_its_own_in_backward():
+    def build():
+        return Runs(lambda layers, x: layers[0](x).softmax(-1), nn.LayerNorm(64))
+
+    workload = squares(build, 64, loss=lambda module, x: module(x).sum())
+    on_cpu, on_cuda = (estimated(workload, 64, kernels=one) for one in KERNEL_DEVICES)
+    assert on_cuda.peak_bytes - on_cpu.peak_bytes == 4 * 64 * 64
 
 
 @pytest.mark.parametrize("entry", [F.rms_norm, torch.rms_norm])

@@ -54,6 +54,7 @@ from .profiler import (
     TEMPORARIES_GROUP,
 )
 from .rank_time import C10D_NAMESPACE, StepCourse
+from .shapes import fake_mode
 from .workspaces import convolutions_of
 
 # Storages of a program, which may be one rank among others.
@@ -64,6 +65,7 @@ MATRIX_PRODUCTS = {
     torch.ops.aten.addmm.default,
     torch.ops.aten.baddbmm.default,
 }
+SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data.default
 # Classes of objects in which bitsandbytes keeps what its parameters are scaled with.
 STATES_OF_PARAMETERS = ("QuantState", "MatmulLtState")
 OWNERS_OF_PASSING = (ACTIVATIONS_GROUP, TEMPORARIES_GROUP)
@@ -294,6 +296,9 @@ class StepLives(RankStorages):
                 self.moved.append(moved)
                 if self.course is not None:
                     self.course.add(func, args, kwargs, out, stream=self.stream_number)
+            if func is SOFTMAX_BACKWARD and getattr(fake_mode(), "kernels", None) == "cuda":
+                # CUDA's kernel multiplies gradient and output into a tensor of its own.
+                self.run(torch.ops.aten.mul.Tensor, args[:2], {})
         return out
 
     def _add_work(self, func: Any, args: Any, kwargs: Any, out: Any, flops: int) -> None:
