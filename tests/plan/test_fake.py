@@ -64,12 +64,13 @@ def test_a_block_of_8b_keeps_the_bytes_computed_by_hand():
     assert step.gradients == half * (2 * (norms + matrices) + around)
 
 
-def attend(dtype, *, mask=None, kernels="cuda", kv_heads=4):
+def attend(dtype, *, mask=None, kernels="cuda", kv_heads=4, width=64):
     """Return bytes kept besides query, key and value, and the kernels of forward and backward."""
     with pretended(kernels=kernels), LiveStorages() as storages, Called() as called:
         query = torch.randn(2, 4, 96, 64, dtype=dtype, requires_grad=True)
         key, value = (
-            torch.randn(2, kv_heads, 96, 64, dtype=dtype, requires_grad=True) for _ in range(2)
+            torch.randn(2, kv_heads, 96, size, dtype=dtype, requires_grad=True)
+            for size in (64, width)
         )
         there = storages.bytes_alive
         if mask is not None:
@@ -91,6 +92,8 @@ def test_attention_uses_the_kernel_that_cuda_would():
     assert attend(torch.bfloat16) == (2 * output + rows + 24, flash)
     assert attend(torch.float16, kv_heads=2) == (2 * output + rows + 24, flash)
     assert attend(torch.float32) == (4 * output + rows + 16, efficient)
+    # Values narrower than keys, as in DeepSeek's attention.
+    assert attend(torch.bfloat16, width=32) == (output + rows + 16, efficient)
     kept, names = attend(torch.bfloat16, mask=torch.bool)
     assert names == efficient
     assert kept - 96 * 96 * (1 + 2) == 2 * output + rows + 16  # the mask, and the mask as numbers

@@ -188,7 +188,8 @@ def _attention(
 ) -> Tensor:
     """Choose the attention kernel as CUDA does.
 
-    Half precision without a mask runs flash attention; all else runs the memory-efficient kernel.
+    Half precision without a mask runs flash attention where keys and values are equally wide; all
+    else runs the memory-efficient kernel.
     """
     if torch.is_autocast_enabled("cpu"):
         # Autocast does not apply to the operations called below.
@@ -200,9 +201,11 @@ def _attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
-    if query.dtype in HALF_PRECISION_DTYPES and attn_mask is None and query.shape[-1] <= 256:
-        flash = aten._scaled_dot_product_flash_attention
-        output: Tensor = flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    is_half = query.dtype in HALF_PRECISION_DTYPES
+    if is_half and attn_mask is None and value.shape[-1] == query.shape[-1] <= 256:
+        output: Tensor = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
         return output
 
     if key.shape[1] != query.shape[1]:
@@ -215,9 +218,9 @@ def _attention(
             )
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
 
-    efficient = aten._scaled_dot_product_efficient_attention
-    outputs = efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)
-    result: Tensor = outputs[0]
+    result: Tensor = aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
     return result
 
 
