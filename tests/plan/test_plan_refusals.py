@@ -142,6 +142,9 @@ def test_the_message_has_the_missing_bytes_and_what_would_help():
     assert "nothing fits 400 MiB (with a margin of 25.0%): the least peak is" in card
     assert "is in use: parameters and optimizer state, and the context of the process" in card
     assert "that alone is over the budget" in card
+    ranks = infeasible(10_000, microbatch=2, sharding=Sharding("fsdp2", 4))
+    assert "before any activation 30.2 KiB is in use" in ranks
+    assert "2 bytes per parameter: a peak of 222 KiB" in ranks
     message = infeasible(200_000, microbatch=8)
     assert "nothing fits 195 KiB: the least peak is" in message
     assert "too much, with microbatch 8" in message

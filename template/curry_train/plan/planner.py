@@ -28,7 +28,7 @@ from .costs import MEASURED_MICROBATCH_SIZES
 from .device import DeviceProfile, find_profile
 from .estimate import Sketch, StepEstimate
 from .parallel import name_of
-from .profiler import OPTIMIZER_STATE_GROUP, trained_parameters
+from .profiler import GRADIENTS_GROUP, OPTIMIZER_STATE_GROUP, trained_parameters
 from .rank_time import Links, links_of
 from .saved import OPTION_KINDS, Candidate, Plan, fingerprint
 from .whole_step import WholeSteps, order
@@ -71,8 +71,6 @@ def what_microbatches_change(module: nn.Module, best: Candidate) -> str:
     These are dropout, which draws per microbatch, and batch norm, which takes its statistics per
     microbatch. The text is empty for a single microbatch and for a model without such layers.
     """
-    if best.steps == 1:
-        return ""
     layers = list(module.named_modules())
     dropouts = [name for name, layer in layers if _dropout(layer) > 0]
     norms = [name for name, layer in layers if isinstance(layer, BATCH_NORMS)]
@@ -82,7 +80,7 @@ def what_microbatches_change(module: nn.Module, best: Candidate) -> str:
         effects.append(f"draws its own dropout ({dropouts[0]})")
     if norms:
         effects.append(f"has its own statistics ({norms[0]})")
-    if not effects:
+    if best.steps == 1 or not effects:
         return ""
 
     return (
@@ -378,21 +376,21 @@ class Planner:
     ) -> Infeasible:
         """Name the least peak and what would help, in 80 columns."""
         within = " and ".join(self.limit_notes)
-        first = (
+        lines = wrap(
             f"nothing fits {format_bytes(budget_bytes)}{within and f' (with {within})'}: the "
             f"least peak is {format_bytes(least.peak_bytes)}, "
             f"{format_bytes(least.peak_bytes - budget_bytes)} too much, with microbatch "
-            f"{least.microbatch} and {least.summary()}"
+            f"{least.microbatch} and {least.summary()}",
+            80,
         )
-        lines = wrap(first, 80)
         for lever in self._levers(least, {one.microbatch for one in found}, budget_bytes):
             lines += wrap(lever, 80, initial_indent="  ", subsequent_indent="    ")
         return Infeasible("\n".join(lines), least.peak_bytes)
 
     def _levers(self, least: Candidate, sizes: set[int], budget_bytes: int) -> Iterator[str]:
         """Yield what is in use before any activation, and what would help: what is free first."""
-        step = self.whole_steps.plain_steps(chunked=least.chunked_loss)[-1]
-        accumulated = step.gradients if least.steps > 1 else 0
+        step = self.whole_steps.step(least)
+        accumulated = step.timeline.owners[GRADIENTS_GROUP][0]
         in_use = {
             "parameters and optimizer state": step.fixed,
             "gradients of earlier microbatches": accumulated,
@@ -424,11 +422,14 @@ class Planner:
 
     def _lever_peaks(self, least: Candidate, step: StepEstimate) -> Iterator[tuple[str, int]]:
         """Yield changes outside the model, each with the peak that the least one would become."""
-        trace = self.card.trace_of(self.whole_steps.step(least))
+        trace = self.card.trace_of(step)
         if trace is not None:
             expandable = self.card.memory(trace, expandable=True).reserved_bytes
             setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, at no cost"
             yield setting, expandable + self.card.context(trace)
         trained = trained_parameters(self.sketch.build())
-        saved = step.timeline.owners[OPTIMIZER_STATE_GROUP][0] - 2 * sum(map(Tensor.numel, trained))
+        # Of a rank: its part of the parameters.
+        part = step.gradients / sum(one.nbytes for one in trained)
+        kept = 2 * part * sum(map(Tensor.numel, trained))
+        saved = step.timeline.owners[OPTIMIZER_STATE_GROUP][0] - round(kept)
         yield "optimizer state of 2 bytes per parameter", least.peak_bytes - saved
