@@ -320,15 +320,15 @@ def peak_rate(
     if isinstance(given, int | float):
         if not given > 0:
             raise ValueError(f"the peak must be above 0 FLOP/s, got {given}")
-        return PeakRate(float(given), "as given")
-    if given not in (None, MEASURED_PEAK):
-        raise ValueError(f"the peak {given!r} is neither a number of FLOP/s nor {MEASURED_PEAK!r}")
+        return PeakRate(given, "as given")
     name = str(dtype).removeprefix("torch.")
+    if given == MEASURED_PEAK:
+        rate = _measured_once(device, torch.get_num_threads()).flops_per_second.get(name)
+        return PeakRate(rate, f"large products in {name}, measured here")
+    if given is not None:
+        raise ValueError(f"the peak {given!r} is neither a number of FLOP/s nor {MEASURED_PEAK!r}")
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "processor"
     if card not in PROFILE_OF_CARD:
-        if given == MEASURED_PEAK:
-            rate = profile_of(device).flops_per_second.get(name)
-            return PeakRate(rate, f"large products in {name}, measured here")
         return PeakRate(
             None,
             f"no peak of this {card} is known: --peak {MEASURED_PEAK} uses the rate that large "
@@ -336,7 +336,8 @@ def peak_rate(
         )
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return PeakRate(
-            None, "products in float32 run as TF32 here: give --peak, in TFLOP/s, for TF32"
+            None,
+            f"products in float32 run as TF32 here: give --peak, in TFLOP/s, or {MEASURED_PEAK}",
         )
 
     rate = PROFILES[PROFILE_OF_CARD[card]].flops_per_second.get(name)
