@@ -81,6 +81,7 @@ def test_a_file_that_is_not_a_plan_is_refused(tmp_path, change, message):
         ("options", [], r"options of the plan is \[\]"),
         ("options", {"blocks.0": "full"}, "blocks.0 of options of the plan is 'full'"),
         ("options", {"blocks.0": {"kind": "most"}}, "got 'most'"),
+        ("options", {"blocks.0": {"kind": "sac", "keep": [["mm", 0]]}}, "matmul; got 'mm'"),
     ],
 )
 def test_each_field_of_a_plan_file_is_checked(name, value, message):

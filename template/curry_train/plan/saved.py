@@ -18,7 +18,7 @@ from torch import nn
 from .. import primitives
 from ..core.blocks import Derived, blocks_if_any
 from ..core.wording import format_bytes
-from ..primitives.sac import Policy
+from ..primitives.sac import FAMILIES, Policy
 
 # Options: the ways to run one block that a plan chooses from.
 
@@ -67,7 +67,13 @@ class Option:
     @classmethod
     def from_json(cls, data: Any) -> "Option":
         """Read an option of a plan file, which is checked."""
-        return cls(data["kind"], frozenset(map(tuple, data.get("keep") or ())))
+        keep = frozenset(map(tuple, data.get("keep") or ()))
+        families = {*FAMILIES.values()}
+        if unknown := {family for family, _ in keep} - families:
+            raise ValueError(
+                f"'sac' keeps calls of {', '.join(sorted(families))}; got {min(unknown)!r}"
+            )
+        return cls(data["kind"], keep)
 
 
 def apply_options(
