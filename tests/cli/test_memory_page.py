@@ -99,6 +99,11 @@ def test_a_long_record_is_drawn_at_its_highest_moments(page):
     assert course.moments[course.peak_place] == owned.history.peak_index
 
 
+def test_a_block_released_while_the_snapshot_was_taken_is_drawn(tmp_path):
+    owned = owned_blocks(tmp_path, trained().snapshot() | {"segments": []})
+    assert course_of_blocks(owned, title="").end == len(owned.history.events) - 1
+
+
 def test_every_owner_has_a_colour(page):
     assert set(OWNER_COLOURS) >= set(ALL_OWNERS)
     plot_course(course_of_blocks(page[0], title="cost $1 and $2"), "a.png")

@@ -101,7 +101,7 @@ def _notes(owned: OwnedBlocks) -> Iterator[str]:
         )
     elif not owned.has_stacks:
         yield "the events have no stacks, so only sizes tell owners apart: record context='all'"
-    if missing := history.of_dropped_events:
+    if history.events and (missing := history.of_dropped_events):
         yield (
             f"the record holds the last {len(history.events):,} events only: older ones "
             f"were dropped, and {len(missing):,} blocks have no time. A larger max_entries of "

@@ -129,8 +129,9 @@ def course_of_blocks(owned: OwnedBlocks, *, title: str) -> MemoryCourse:
     """Return the course of a recorded snapshot."""
     history = owned.history
     moments = _moments(history.allocated, history.peak_index)
-    # Changes of each owner's bytes; the first are those at the start of the record.
-    changes = {owner: numpy.zeros(len(history.events) + 1, numpy.int64) for owner in ALL_OWNERS}
+    # Changes of each owner's bytes; the first are those at the start of the record, and the last
+    # those after it, when blocks were released while the snapshot was taken.
+    changes = {owner: numpy.zeros(len(history.events) + 2, numpy.int64) for owner in ALL_OWNERS}
     for life in history.lives:
         own = life.own_bytes
         for owner, size in ((life.owner, own), (RESTS_OWNER, life.num_bytes - own)):
