@@ -92,6 +92,8 @@ def test_a_line_of_a_package_whose_name_only_begins_as_ours_is_the_users():
 
 def test_wrappers_leave_no_trace_in_the_names():
     model = torch.nn.DataParallel(Model(""))
+    # A setting that is no number.
+    model.module.sizes = (torch.ones(2),)
     with record_run("a"):
         model(torch.randn(2, 16))
         # While the training runs the lines are in the file.
@@ -118,7 +120,8 @@ def test_a_module_in_a_transform_and_one_without_values_run_as_they_do():
 
 def test_workers_of_a_loader_note_operations_alone():
     def collate(rows):
-        return SimpleNamespace(values=torch.nn.Tanh()(rows[0]))
+        values = torch.nn.Tanh()(rows[0])
+        return SimpleNamespace(values=values, array=values.numpy()[::-1])
 
     with record_run("a", operations_in_step=1):
         [_] = DataLoader(torch.ones(1, 2), num_workers=1, collate_fn=collate)
@@ -126,7 +129,7 @@ def test_workers_of_a_loader_note_operations_alone():
     assert kinds(record) == {"start", "batch", "operation"}
     assert "aten.tanh.default" in {one.name for one in record if vars(one).get("worker") == 0}
     [batch] = [one for one in record if one.kind == "batch"]
-    assert [*batch.digests] == ["values"]
+    assert [*batch.digests] == ["values", "array"]
 
 
 def test_compiled_models_are_recorded_from_outside():

@@ -25,6 +25,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, TextIO
 from unittest import mock
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -53,6 +54,8 @@ LEVELS = ("all", "modules")
 # Values that are recorded as they are: arguments of calls, attributes of modules, settings.
 PLAIN_TYPES = (bool, int, float, str, type(None))
 LONGEST_VALUE = 200
+# Types of NumPy that torch has too.
+TORCH_CHARACTERS = "?efdFD" + numpy.typecodes["AllInteger"]
 # Samples of a batch that get a digest each.
 MOST_ROWS = 1024
 # Set on autograd nodes: where the gradient of a result comes from.
@@ -183,7 +186,7 @@ class Recorder:
 
     def _write(self, **fields: Any) -> None:
         # A line is with the kernel when this returns, so a kill of this process can't lose it.
-        self.file.write(json.dumps(fields) + "\n")
+        self.file.write(json.dumps(fields, default=digest) + "\n")
         self.file.flush()
 
     def _note(
@@ -618,11 +621,15 @@ def users_line(outer: str = "") -> str:
 def leaves_of(value: Any, name: str = "", seen: set[int] | None = None) -> Facts:
     """Return tensors and plain values of nested containers and objects, by the way to them.
 
-    An object that refers to itself, or is there twice, is looked at once.
+    Arrays of NumPy are copied to tensors. An object that refers to itself, or is there twice, is
+    looked at once.
     """
     seen = set() if seen is None else seen
     if isinstance(value, str):
         value = value[:LONGEST_VALUE]
+    if isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.char in TORCH_CHARACTERS:
+        # Torch takes neither another order of bytes nor negative strides.
+        value = torch.from_numpy(numpy.array(value, value.dtype.newbyteorder("=")))
     if isinstance(value, (Tensor, *PLAIN_TYPES)):
         return {name or "0": value}
     if isinstance(value, list | tuple):
