@@ -240,8 +240,10 @@ def test_settings_that_only_act_together_are_found_together(folder, monkeypatch)
     [
         ("false {out}", "the command ended with status 1"),
         ("no-such-program {out}", "the command can't be run"),
-        ("echo {nothing}", "has a field that no record has"),
-        ("echo {}", "has a field that no record has"),
+        ("echo {nothing}", "a field that no record has"),
+        ("echo {}", "a field that no record has"),
+        ('true {out} "', "an open quote"),
+        ("true {out}", "has to write a record"),
     ],
 )
 def test_a_command_that_records_nothing_is_refused(folder, command, text):

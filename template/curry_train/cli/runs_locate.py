@@ -275,10 +275,11 @@ def _run_template(command: str, settings: Mapping[str, Any], out: str) -> None:
         for name, value in settings.items()
     }
     try:
-        filled = command.format(**fields, out=shlex.quote(out))
+        words = shlex.split(command.format(**fields, out=shlex.quote(out)))
     except (AttributeError, LookupError, ValueError) as error:
-        raise ValueError(f"the command has a field that no record has: {error}") from error
-    words = shlex.split(filled)
+        raise ValueError(
+            f"the command has an open quote, or a field that no record has: {error}"
+        ) from error
     variables = {
         name.removeprefix("variable "): value
         for name, value in settings.items()
@@ -289,5 +290,8 @@ def _run_template(command: str, settings: Mapping[str, Any], out: str) -> None:
             ended = subprocess.run(words, stdout=2, check=False)
         except OSError as error:
             raise ValueError(f"the command can't be run: {error}") from error
-    if ended.returncode:
-        raise ValueError(f"the command ended with status {ended.returncode}: {shlex.join(words)}")
+    if ended.returncode or not Path(out).exists():
+        raise ValueError(
+            f"the command ended with status {ended.returncode}, and has to write a record to "
+            f"{{out}} and end with 0: {shlex.join(words)}"
+        )
