@@ -317,6 +317,9 @@ def test_what_holds_no_tensors_is_no_whole_checkpoint():
     assert inspect("text").whole is False
     Path("empty").mkdir()
     assert inspect("empty").whole is False
+    Path("run/checkpoint-3").mkdir(parents=True)
+    Path("run/checkpoint-3/model.safetensors").touch()
+    assert "such as run/checkpoint-3" in str(inspect("run").problems)
 
 
 def test_a_manifest_of_another_program_does_not_matter(checkpoints):

@@ -169,6 +169,11 @@ def _inspect_folder(path: Path) -> Inspection:
         read(files, found)
         if is_ours:
             _compare_with_manifest(path, found)
+        suffixes = *TENSOR_SUFFIXES, DISTRIBUTED_INDEX
+        inner = [one.parent for one in path.glob("*/*") if one.name.endswith(suffixes)]
+        if inner and found.problems == [NO_FILES]:
+            newest = max(inner, key=os.path.getmtime)
+            found.problems = [f"{NO_FILES}: give a folder inside of it, such as {newest}"]
     except DAMAGE as error:
         found.problems.append(f"{type(error).__name__}: {in_a_line(error)}")
     return found
