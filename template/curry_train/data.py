@@ -38,6 +38,12 @@ class Samples:
 
     source: Any
 
+    def __post_init__(self) -> None:
+        if not hasattr(self.source, "__len__"):
+            raise ValueError(
+                f"a dataset has a length and samples by number; got {type(self.source).__name__}"
+            )
+
     def __len__(self) -> int:
         return len(self.source)
 

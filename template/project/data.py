@@ -18,7 +18,13 @@ def open_data(config: DataConfig) -> tuple[Dataset, Dataset | None]:
     """Return the samples to train on, and those to evaluate on (None without any)."""
     if ":" in config.source:
         module, _, function = config.source.removesuffix("()").partition(":")
-        samples = getattr(importlib.import_module(module.removesuffix(".py")), function)()
+        try:
+            make = getattr(importlib.import_module(module.removesuffix(".py")), function)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(
+                f"data.source={config.source}: {error}; give module:function of a file here"
+            ) from error
+        samples = make()
         dataset = samples if hasattr(samples, "batch") else Samples(samples)
         return split_dev(dataset, config.dev_fraction)
 

@@ -112,6 +112,7 @@ train parallel=ddp                          | this is a single process: start it
 train parallel=fsdp2 ranks=8 batch_size=128 | torchrun --nproc-per-node 8 train.py parallel=fsdp2
 train data.source=workload model=mlp microbatch=8 batch_size=8 runs=made.py/runs | Not a directory
 train model=mlp                             | this one takes tuple: use data.source=workload
+train model=mlp data.source=os:cpu_count    | a dataset has a length and samples by number; got int
 train model=tests.training_models:few_tokens      | text needs a vocabulary of 256 bytes, and transformer has 100 tokens
 train model=tests.training_models:tiny data.length=20 | data.length=20: transformer can't take such a sample
 train model=tests.training_models:tiny data.length=20 | use shorter ones, data.length=null for the length of its own batch
@@ -191,7 +192,7 @@ PLAN --model nothing                        | no workload is called 'nothing'
 PLAN --model made.py:none                   | has no callable 'none'
 PLAN --model absent:blocks                  | can't import absent
 PLAN --model made.py:raises                 | the factory raised KeyError: 'weights'
-PLAN --model made.py:wrong                  | the factory returned a tuple: return an
+PLAN --model made.py:wrong                  | the factory returned tuple: return an
 PLAN --model made.py:mismatch               | a forward on the batch raised
 PLAN --model made.py:guessed                | The batch was guessed: return (module, batch).
 gen-tests --model mlp                       | Missing option '--out'

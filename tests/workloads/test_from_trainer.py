@@ -295,11 +295,11 @@ def test_generated_gates_load_the_trainer(theirs, tmp_path, monkeypatch):
 
 
 REFUSED = {
-    "def make(): return 5": "it returned a int: return a Trainer of transformers",
-    "def make(): return ()": "it returned a tuple: return a Trainer of transformers",
+    "def make(): return 5": "it returned int: return a Trainer of transformers",
+    "def make(): return ()": "it returned tuple: return a Trainer of transformers",
     "from transformers import GPT2Config, GPT2Model\n"
     "def make(): return GPT2Model(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9))": (
-        "it returned a GPT2Model: return a Trainer of transformers"
+        "it returned GPT2Model: return a Trainer of transformers"
     ),
     "from accelerate import Accelerator\n"
     "class Theirs(Accelerator):\n"

@@ -172,7 +172,7 @@ def take_training(made: Any) -> Workload:
     if ("accelerate", "Accelerator") in known:
         return _of_accelerator(*given)
     raise WorkloadError(
-        f"it returned a {kind.__name__}: return a Trainer of transformers, TRL or Lightning, or "
+        f"it returned {kind.__name__}: return a Trainer of transformers, TRL or Lightning, or "
         "an Accelerator; for a loop of your own use --script train.py"
     )
 

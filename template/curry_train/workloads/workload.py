@@ -416,7 +416,7 @@ def default_workload(
             pass
         case _:
             raise ValueError(
-                f"the factory returned a {type(made).__name__}: return an nn.Module, a (module, "
+                f"the factory returned {type(made).__name__}: return an nn.Module, a (module, "
                 "batch) pair or a Workload"
             )
 

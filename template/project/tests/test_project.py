@@ -120,3 +120,5 @@ def test_a_spike_is_rolled_back_without_its_samples(tmp_path, monkeypatch):
 def test_a_wrong_word_is_named(capsys):
     assert train.main(["stpes=3"]) == 2
     assert "did you mean 'steps'?" in capsys.readouterr().err
+    assert train.main(["data.source=nothing:here"]) == 2
+    assert "No module named 'nothing'" in capsys.readouterr().err
