@@ -67,27 +67,20 @@ def checkpoint_rows(run: SavedRun) -> Rows:
     ]
 
 
-def runs_table(rows: Rows) -> str:
-    lines = [["run", "latest", *CHECKPOINT_KINDS, "size", "damaged"]]
-    for row in rows:
-        latest = "none" if row["latest"] is None else str(row["latest"])
-        counts = [str(row[kind]) for kind in CHECKPOINT_KINDS]
-        # A list reads names and sizes; `runs verify` reads every byte.
-        damaged = str(row["damaged"] or "not hashed")
-        lines.append([row["run"], latest, *counts, format_bytes(row["bytes"]), damaged])
-    return table(lines)
+def rows_table(rows: Rows, *names: str) -> str:
+    """Return these columns of rows as a table."""
+    cells = [[_cell(name, row[name]) for name in names] for row in rows]
+    return table([names, *cells], texts=("date", "metric", "damaged"))
 
 
-def checkpoints_table(rows: Rows) -> str:
-    lines = [["kind", "step", "size", "date", "metric"]]
-    for row in rows:
-        if row["damaged"]:
-            lines.append([row["kind"], "damaged", "", "", row["damaged"]])
-            continue
-        date = row["date"][:19].replace("T", " ")
-        size = format_bytes(row["bytes"])
-        lines.append([row["kind"], str(row["step"]), size, date, row["metric"] or ""])
-    return table(lines, texts=("date", "metric"))
+def _cell(name: str, value: Any) -> str:
+    if name == "bytes":
+        return format_bytes(value)
+    if name == "damaged":
+        # These commands read names and sizes; `runs verify` reads every byte.
+        return str(value or "not hashed")
+    text = "" if value is None else str(value)
+    return text[:19] if name == "date" else text
 
 
 # Summary of a run's attempts: how each began and ended, and its unusual events.
@@ -174,7 +167,8 @@ def list_command(folder: str = argument(default="runs")) -> Ended:
     if not root.is_dir():
         raise ValueError(f"there is no folder {folder}: give the one that holds the runs")
     rows = [run_row(SavedRun(path), path.name) for path in sorted(root.iterdir()) if is_run(path)]
-    click.echo(runs_table(rows) if rows else f"{folder} holds no run")
+    names = ("run", "latest", *CHECKPOINT_KINDS, "bytes", "damaged")
+    click.echo(rows_table(rows, *names) if rows else f"{folder} holds no run")
     return {"folder": folder, "runs": rows}, any(row["damaged"] for row in rows)
 
 
@@ -184,7 +178,7 @@ def show_command(run: str = argument()) -> Ended:
     saved = _open(run)
     rows = checkpoint_rows(saved)
     newest = saved.latest()
-    click.echo(checkpoints_table(rows))
+    click.echo(rows_table(rows, "kind", "step", "bytes", "date", "metric", "damaged"))
     click.echo(f"latest: {newest.folder}" if newest else "nothing to resume from")
 
     attempts: Rows = []
@@ -213,7 +207,7 @@ def verify_command(
         saved, folder = _chosen(saved, checkpoint)
         folders = [folder]
     else:
-        folders = [row["folder"] for row in checkpoint_rows(saved)]
+        folders = [*saved.steps(*CHECKPOINT_KINDS)]
     damaged: dict[str, str] = {}
     with messages_on_screen() as show_message:
         for folder in folders:
