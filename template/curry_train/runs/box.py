@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..core.blocks import tensors_in
 from ..core.digest import digest, hash_of
-from .files import StrPath, read, remove_folder, sizes, sync_folder, write
+from .files import StrPath, read, remove_folder, sync_folder, write
 from .format import readable
 from .layout import step_of
 from .policy_config import BoxConfig, read_fields
@@ -142,22 +142,17 @@ class Boxes:
         states = [one for one in self._store.states() if one.step < step]
         # With a good step between the state and the bad one the two can be compared.
         chosen = next((one for one in states if one.step < step - 1), next(iter(states), None))
-        names = [RECOVERIES_FILE_NAME] if (root / RECOVERIES_FILE_NAME).is_file() else []
-        if chosen is not None:
-            names += [f"{chosen.folder}/{name}" for name in sizes(root / chosen.folder)]
-            if chosen.num_bytes > self._config.most_bytes:
-                raise RunError(
-                    f"its state takes {chosen.num_bytes:,} bytes, and box.most_bytes is "
-                    f"{self._config.most_bytes:,}"
-                )
-        for name in names:
-            target = part / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(root / name, target)
-            except OSError:
-                shutil.copy2(root / name, target)
-        return chosen.folder if chosen else None
+        if (root / RECOVERIES_FILE_NAME).is_file():
+            _link(root / RECOVERIES_FILE_NAME, part / RECOVERIES_FILE_NAME)
+        if chosen is None:
+            return None
+        if chosen.num_bytes > self._config.most_bytes:
+            raise RunError(
+                f"its state takes {chosen.num_bytes:,} bytes, and box.most_bytes is "
+                f"{self._config.most_bytes:,}"
+            )
+        shutil.copytree(chosen.location, part / chosen.folder, copy_function=_link)
+        return chosen.folder
 
     def _write_rank(self, part: Path, step: int) -> None:
         # After a rollback there may be an older one of the same step.
@@ -200,6 +195,14 @@ class Boxes:
             is_too_large = number > 0 and sum(num_bytes.values()) > self._config.most_bytes
             if number >= self._config.keep or is_too_large:
                 remove_folder(box)
+
+
+def _link(source: StrPath, target: StrPath) -> None:
+    """Give a file a second name, or copy it where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def versions_of(batch: Any) -> list[int]:

@@ -195,18 +195,19 @@ def _commit_in_place(
     _sweep(final)
     if not limit or limit < 0:
         return final
-    folders = [one for one in final.parent.glob(pattern) if one.is_dir()]
-    committed = []
-    for path in folders:
-        date = ""
-        with contextlib.suppress(FileNotFoundError, DamagedCheckpoint):
-            date = read_commit(path).date
-        committed.append((date, path))
-    committed.sort()
-    spare = [path for _, path in committed[:-1] if path != keep]
+    folders = sorted(one for one in final.parent.glob(pattern) if one.is_dir())
+    folders.sort(key=_date_of)
+    spare = [path for path in folders[:-1] if path != keep]
     for path in spare[: max(0, len(folders) - limit)]:
         _remove(path)
     return final
+
+
+def _date_of(path: Path) -> str:
+    """Return when a folder was committed; nothing for one that was not."""
+    with contextlib.suppress(FileNotFoundError, DamagedCheckpoint):
+        return read_commit(path).date
+    return ""
 
 
 # The three libraries.
