@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from ..core.wording import nearest
+from ..core.wording import did_you_mean, some_of
 from .files import StrPath, read, sizes
 from .ranks import DamagedCheckpoint, reading
 
@@ -31,8 +31,6 @@ CHECKPOINT_KINDS = ("rollback", "recovery", "best-k")
 RESUMABLE_KINDS = ("rollback", "recovery")
 BEST_KIND = "best-k"
 CHECKPOINT_SUFFIX = ".dcp"
-# Number of existing runs that an error about a missing run names.
-MOST_NAMED_RUNS = 10
 
 _FOLDER_PATTERN = re.compile(
     r"(?:rollback/|recovery/|best-k/[A-Za-z]\w*--?\d[\d.]*(?:e[+-]\d+)?-)step-(\d{8,18})\.dcp"
@@ -73,11 +71,9 @@ def find_run(given: str, *, root: StrPath, is_run: Callable[[Path], bool]) -> Pa
     # A path is searched for in its own parent folder.
     folder = Path(given).parent if Path(given).parent.name else Path(root)
     runs = sorted(place.name for place in folder.glob("*/") if is_run(place))
-    known = f"{folder} has {', '.join(runs[:MOST_NAMED_RUNS]) or 'no runs yet'}"
-    closest = nearest(Path(given).name, runs)
-    meant = "" if closest is None else f"did you mean {closest}? "
+    known = f"{folder} has {some_of(runs) or 'no runs yet'}"
     wrong = f"{given} is no run" if Path(given).exists() else f"there is no run {given}"
-    raise ValueError(f"{wrong}; {meant}{known}")
+    raise ValueError(f"{wrong}; {did_you_mean(Path(given).name, runs, otherwise=known)}")
 
 
 def split_request(text: str, *, root: StrPath = "") -> tuple[str, str]:
