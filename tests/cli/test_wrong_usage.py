@@ -211,8 +211,8 @@ preflight --script gone.py                  | there is no file gone.py
 preflight --script gone.py --steps 1        | --steps
 runs lsit                                   | No such command 'lsit'. Did you mean 'list'?
 runs list nowhere                           | there is no folder nowhere
-runs show nowhere                           | there is no run nowhere; runs has no runs yet
-runs diff nowhere other                     | there is no run nowhere; runs has no runs yet
+runs show nowhere                           | nowhere is no run; runs has no run
+runs diff nowhere other                     | nowhere is no run with a journal; runs has no run
 runs diff folder other                      | folder is no run
 runs estimate                               | Missing option '--parameters'
 runs estimate --parameters 0                | 0
@@ -263,7 +263,7 @@ bench --plot x.xyz                          | x.xyz: a picture is a PNG, name it
 grad-flow --plot x.xyz                      | x.xyz: a picture is a PNG, name it x.png
 memory --plot x.xyz                         | x.xyz: a picture is a PNG, name it x.png
 plan --plot x.xyz                           | x.xyz: a picture is a PNG, name it x.png
-runs plot nowhere                           | there is no run nowhere
+runs plot nowhere                           | nowhere is no run
 --no-such-option                            | No such option
 validate --modle mlp                        | No such option '--modle'. (Did you mean one of: '--impl', '--model'?)
 validate --model mlp --json absent/x.json   | does not exist: create it first

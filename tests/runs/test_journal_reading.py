@@ -89,10 +89,10 @@ def test_a_run_is_found_by_its_path_or_its_name(tmp_path):
     for name in ("run-001", "run-001@1", "run-001/journal.jsonl", root / "run-001"):
         assert read_history(name, root=root).path == root / "run-001/journal.jsonl"
     for name, message in {
-        "run-02": r"there is no run run-02; did you mean 'run-001'\?$",
+        "run-02": r"^run-02 is no run with a journal; did you mean 'run-001'\?$",
         str(root / "other"): r"runs has night, run-001$",
-        str(tmp_path / "none/x"): "none has no runs yet$",
-        str(tmp_path / "empty"): r"empty is no run; ",
+        str(tmp_path / "none/x"): "none has no run with a journal$",
+        str(tmp_path / "empty"): r"empty is no run with a journal; ",
     }.items():
         with pytest.raises(ValueError, match=message):
             read_history(name, root=root)

@@ -150,6 +150,7 @@ def read_history(run: StrPath, *, root: StrPath = "") -> History:
         given,
         root=root,
         is_run=lambda place: place.is_file() or (place / JOURNAL_FILE_NAME).is_file(),
+        kind="run with a journal",
     )
     history = History(os.fspath(run), path / JOURNAL_FILE_NAME if path.is_dir() else path)
     for event in read_events(history.path, history.damaged):

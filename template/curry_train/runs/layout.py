@@ -61,7 +61,9 @@ def step_of(folder: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def find_run(given: str, *, root: StrPath, is_run: Callable[[Path], bool]) -> Path:
+def find_run(
+    given: str, *, root: StrPath, is_run: Callable[[Path], bool], kind: str = "run"
+) -> Path:
     """Return the place of a run, given by its name in `root` or its path; raise ValueError."""
     for place in (Path(root, given), Path(given)):
         if is_run(place):
@@ -71,9 +73,9 @@ def find_run(given: str, *, root: StrPath, is_run: Callable[[Path], bool]) -> Pa
     # A path is searched for in its own parent folder.
     folder = Path(given).parent if Path(given).parent.name else Path(root)
     runs = sorted(place.name for place in folder.glob("*/") if is_run(place))
-    known = f"{folder} has {some_of(runs) or 'no runs yet'}"
-    wrong = f"{given} is no run" if Path(given).exists() else f"there is no run {given}"
-    raise ValueError(f"{wrong}; {did_you_mean(Path(given).name, runs, otherwise=known)}")
+    known = f"{folder} has {some_of(runs) or f'no {kind}'}"
+    meant = did_you_mean(Path(given).name, runs, otherwise=known)
+    raise ValueError(f"{given} is no {kind}; {meant}")
 
 
 def split_request(text: str, *, root: StrPath = "") -> tuple[str, str]:
