@@ -111,16 +111,14 @@ def test_an_error_of_a_save_is_raised_at_the_next_step(tmp_path):
         assert saver.finish().step == 2
 
 
-@pytest.mark.parametrize("call", ["finish", "close", "save"])
+@pytest.mark.parametrize("call", ["finish", "save"])
 def test_an_error_of_a_save_is_raised_at_the_next_call(tmp_path, call):
     state = new_state()
-    with failing(tmp_path) as (_, store):
-        saver = BackgroundSaver(store)
+    with failing(tmp_path) as (_, store), BackgroundSaver(store) as saver:
         saver.save("rollback", 1, state)
         arguments = ("rollback", 2, state) if call == "save" else ()
         with pytest.raises(SaveError, match="No space left"):
             getattr(saver, call)(*arguments)
-        saver.close()
 
 
 @pytest.mark.parametrize(

@@ -108,11 +108,18 @@ class BackgroundSaver:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
-        if error is None:
-            self.close()
-        else:
-            # The ranks may be at different places now, so don't use collectives.
-            self._release()
+        try:
+            # After an error the ranks may be at different places, so don't use collectives.
+            if error is None:
+                self.finish()
+        finally:
+            if self._running is not None:
+                # Waits for the save, whose error is in the log.
+                self._running.exception()
+            self._hooks.close()
+            # Frees the buffers.
+            self._copied = None
+            self._staging = Staging()
 
     def save(self, kind: str, step: int, state: Savable, *, metric: Metric | None = None) -> None:
         """Begin a save and return before it is copied.
@@ -149,27 +156,11 @@ class BackgroundSaver:
         """Wait for the running save, if there is one; return on every rank what it committed."""
         return Ranks().all_do(self._settle)
 
-    def close(self) -> None:
-        """Finish the running save and release the buffers."""
-        try:
-            self.finish()
-        finally:
-            self._release()
-
     def _settle(self) -> SavedCheckpoint | None:
         running = self._running
         self._running = None
         self._hooks.close()
         return None if running is None else running.result()
-
-    def _release(self) -> None:
-        if self._running is not None:
-            # Waits for the save, whose error is in the log.
-            self._running.exception()
-        self._hooks.close()
-        # Frees the buffers.
-        self._copied = None
-        self._staging = Staging()
 
     def _before_step(self, *_: Any) -> None:
         self.wait_copied()
