@@ -14,7 +14,6 @@ import hashlib
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import TorchDynamoException
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -116,9 +115,9 @@ class DrawingOnce(CustomPartitionerFn):
     ) -> GraphPair:
         return partition(gm, joint_inputs, **options)
 
-    def uuid(self) -> str:
+    def uuid(self) -> bytes:
         """Return the part of the compiler's cache key that identifies this partitioner."""
-        return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+        return get_hash_for_files((__file__,))
 
 
 def partition(joint: GraphModule, inputs: Sequence[object], **options: Any) -> GraphPair:
