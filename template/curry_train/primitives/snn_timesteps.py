@@ -112,16 +112,10 @@ class Collected:
         if self.outputs == "last":
             self.kept.clear()
         elif self.outputs != "stack":
+            # Torch refuses the plus of truth values, whose sum would be one truth value.
+            output = tree_map(operator.pos, output)
             if self.kept:
                 output = tree_map(operator.add, self.kept.pop(), output)
-            elif any(
-                getattr(leaf, "dtype", type(leaf)) in (bool, torch.bool)
-                for leaf in tree_leaves(output)
-            ):
-                raise ValueError(
-                    f"the {self.outputs} of truth values is not defined: return the output as "
-                    "floating point"
-                )
         self.kept.append(output)
 
     def finish(self) -> Any:
@@ -246,19 +240,14 @@ def _checked_run(
     hooks = saved_tensors_hooks(note, lambda tensor: tensor)
     with generators_kept(), torch.enable_grad(), before, hooks:
         for x in inputs:
-            given = [
-                (role, leaf, leaf._version)
-                for role, tree in (("input", x), ("state", state))
-                for leaf in tree_leaves(tree)
-                if isinstance(leaf, Tensor)
-            ]
+            leaves = tree_leaves((x, state))
+            given = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
             output, state = take_step(step, x, state)
-            for role, leaf, version in given:
-                if leaf._version != version:
-                    raise ValueError(
-                        f"step writes into the {role} that it is given, which is needed again in "
-                        "backward: make a new tensor (v = v * decay, not v *= decay)"
-                    )
+            if any(leaf._version != version for leaf, version in given):
+                raise ValueError(
+                    "step writes into the input or the state that it is given, which is needed "
+                    "again in backward: make a new tensor (v = v * decay, not v *= decay)"
+                )
             leaves = tree_leaves(detached_copies((output, state)))
             results += [leaf for leaf in leaves if isinstance(leaf, Tensor | Number)]
             held.append(sum(storages.values()))
