@@ -16,6 +16,7 @@ from curry_train.workloads import Case, WorkloadError, load_workload
 from curry_train.workloads.workload import (
     IndivisibleBatch,
     batch_size,
+    batches_like,
     default_workload,
     map_tensors,
     take,
@@ -123,12 +124,14 @@ def test_a_batch_of_graphs_is_cut_into_its_graphs():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
-def test_a_nested_tensor_is_cut_into_its_tensors(layout):
+def test_a_nested_tensor_is_a_batch_that_can_not_be_divided(layout):
     nested = torch.nested.nested_tensor([torch.ones(3, 2), torch.zeros(1, 2)], layout=layout)
     assert batch_size(nested) == 2
-    cut = take(nested, [1, 1, 0])
-    assert cut.layout is layout
-    assert [len(tensor) for tensor in cut.unbind()] == [1, 1, 3]
+    batch, is_divisible = batches_like(nested)
+    assert not is_divisible
+    assert batch(2) is nested
+    with pytest.raises(IndivisibleBatch, match=r"^a nested tensor can.t be divided"):
+        batch(1)
 
 
 def reading():

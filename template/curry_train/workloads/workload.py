@@ -155,8 +155,7 @@ def take(batch: Any, rows: slice | list[int], *, shared: Sequence[bool] = ()) ->
         if next(known, False) or not tensor.dim() or tensor.size(0) != size:
             return tensor
         if tensor.is_nested:
-            samples = [tensor.unbind()[row] for row in chosen]
-            return torch.nested.as_nested_tensor(samples, layout=tensor.layout)
+            raise IndivisibleBatch("a nested tensor can't be divided into samples: pad it")
         return tensor[rows]
 
     def divide(value: Any) -> Any:
