@@ -325,10 +325,7 @@ def describe_raised(error: BaseException) -> str:
     """Format an error as `TypeError: its message (model.py:12)`, by the user's last line."""
     text = f"{type(error).__name__}: {textwrap.shorten(str(error), 400)}"
     for frame in users_frames(error)[-1:]:
-        path = Path(frame.filename).resolve()
-        if path.is_relative_to(Path.cwd()):
-            path = path.relative_to(Path.cwd())
-        text += f" ({path}:{frame.lineno})"
+        text += f" ({os.path.relpath(frame.filename)}:{frame.lineno})"
     return text
 
 
