@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 from curry_train.gates.grad_accum import compare_windows
 from curry_train.primitives import train_window
 from curry_train.workloads import Case
-from curry_train.workloads.workload import default_workload, take
+from curry_train.workloads.workload import LabelCount, default_workload, take
 
 from ..plan_models import Runs
 from ..toy_steps import drawn
@@ -207,3 +207,17 @@ def test_uneven_rows_count_by_label_where_a_prompt_is_in_front_of_them():
     parts = [take(uneven, [row]) for row in range(4)]
     whole = workload.loss(module, uneven)
     assert sum(workload.loss(module, part) for part in parts).item() == pytest.approx(whole.item())
+
+
+@pytest.mark.parametrize(
+    ("labels", "counts"),
+    [
+        (torch.tensor([1, 0, 1]), [1, 1, 1]),
+        (torch.ones(3, 2, 2, dtype=torch.int64), [2, 3, 4]),
+        (torch.rand(3, 4), [4, 4, 4]),
+    ],
+    ids=["classes", "maps", "numbers"],
+)
+def test_labels_of_any_shape_are_masked(labels, counts):
+    masked = LabelCount().mask({"labels": labels})["labels"]
+    assert [int((row != -100).sum()) for row in masked] == counts

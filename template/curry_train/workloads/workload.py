@@ -606,12 +606,17 @@ class LabelCount:
         return int((labels != IGNORED_TARGET).sum())
 
     def mask(self, batch: Any) -> Any:
-        """Ignore the ends of rows, so that rows differ in valid targets and have at least two."""
+        """Ignore the ends of rows, so that rows differ in valid targets and have at least two.
+
+        A single target of a row stays, and so do numbers, which no loss ignores.
+        """
         targets = batch[self.key]
-        rows, length = targets.shape
-        valid = torch.linspace(2, length, rows, device=targets.device).round()
-        positions = torch.arange(length, device=targets.device)
-        ignored = positions >= valid[:, None]
+        if targets.is_floating_point():
+            return batch
+        rows = targets.reshape(len(targets), -1)
+        valid = torch.linspace(2, rows.shape[1], len(rows), device=rows.device).round()
+        positions = torch.arange(rows.shape[1], device=rows.device)
+        ignored = (positions >= valid[:, None]).view_as(targets)
         return {**batch, self.key: targets.masked_fill(ignored, IGNORED_TARGET)}
 
 
