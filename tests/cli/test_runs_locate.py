@@ -118,14 +118,21 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_two_scripts_are_recorded_and_the_operation_is_named_from_elsewhere(folder, monkeypatch):
-    (folder / "train.py").write_text(SCRIPT)
+@pytest.mark.parametrize(
+    ("model", "first"),
+    [
+        ("Model()", ", in its own code after model.first"),
+        ("torch.compile(Model(), backend='eager')", " has equal inputs and another output"),
+    ],
+)
+def test_two_scripts_are_recorded_and_the_operation_is_named_from_elsewhere(folder, model, first):
+    (folder / "train.py").write_text(SCRIPT.replace("Model()", model))
     for name, scale in (("of/mine/A", "1.0"), ("B", "1.5")):
         ended = record(f"--script train.py --steps 2 --out {name} -- {scale}")
         assert "recorded 2 of 2 steps" in ended.output
     assert sorted(path.name for path in folder.iterdir()) == ["B", "of", "train.py"]
     text = flat(locate("of/mine/A B --op --json found.json", status=1).stdout)
-    assert text.startswith("step 1, forward: model, call 0, in its own code after model.first")
+    assert text.startswith(f"step 1, forward: model, call 0{first}")
     assert "aten.mul.Tensor (train.py:17): argument other is 1.0 in A and 1.5 in B" in text
     result = read_json("found.json")
     place = {"step": 1, "phase": "forward", "path": "model", "call": 0}

@@ -221,7 +221,9 @@ class Again:
             is_early = repeated.num_compared < found.num_compared
             if not exchange and not repeated.is_equal and is_early:
                 return f"{which} does not repeat itself ({repeated.headline})"
-        return first_operation(again[0], again[1], found)
+        # Compiled code has run uncompiled, with more calls of modules than were compared before.
+        inner = found if self.exchange else locate(*again)
+        return first_operation(again[0], again[1], inner if inner.kind else found)
 
 
 def _variables(wanted: Mapping[str, str]) -> contextlib.AbstractContextManager[Any]:
