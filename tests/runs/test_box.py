@@ -209,3 +209,4 @@ def test_the_range_of_a_number_and_of_complex_values_is_read():
     values = torch.tensor([-2.0, 4.0])
     assert value_range(torch.complex(values, values)) == (-2.0, 4.0)
     assert value_range(3.0) == (3.0, 3.0)
+    assert value_range(float("nan")) is None

@@ -580,9 +580,12 @@ def ranges_of(values: Values) -> dict[str, Range]:
 
 
 def value_range(value: Any) -> Range | None:
-    """Return the least and the largest value of a tensor or number of floats; NaN if it has one."""
+    """Return the least and the largest value of a tensor or number of floats; NaN if it has one.
+
+    A number that is NaN has none, so that the operation that it is given to is the first with NaN.
+    """
     if isinstance(value, float):
-        return value, value
+        return (value, value) if value == value else None
     if not isinstance(value, Tensor):
         return None
     with unwatched():
