@@ -3,6 +3,7 @@
 python -m pytest tests/workloads/test_batches.py
 """
 
+import types
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
@@ -252,6 +253,10 @@ def test_positions_that_all_samples_share_stay_whole_in_batches_of_their_length(
     assert [(len(part["x"]), len(part["positions"])) for part in parts] == [(2, 8), (6, 8)]
     last = case.take(case.batch(), [7, 0])
     assert (len(last["x"]), len(last["positions"])) == (2, 8)
+    # Tensors in an object are none of those that are counted.
+    inside = types.SimpleNamespace(x=torch.ones(8), to=lambda device: inside)
+    part = take((inside, torch.ones(8), torch.ones(8)), [0], shared=(False, True))
+    assert [len(one) for one in (part[0].x, *part[1:])] == [1, 1, 8]
     # Of another length than the batch.
     assert len(take({"x": torch.ones(6), "positions": torch.ones(8)}, [0])["positions"]) == 8
     with pytest.raises(IndivisibleBatch, match="a batch of 3 samples has 8 by the leading dim"):

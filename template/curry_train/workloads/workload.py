@@ -144,15 +144,18 @@ def batch_size(batch: Any) -> int:
 def take(batch: Any, rows: slice | list[int], *, shared: Sequence[bool] = ()) -> Any:
     """Select samples from a batch; tensors with another leading dimension are shared.
 
-    `shared` says for each tensor whether it is shared in a batch of any size: its leading dimension
-    may be the number of samples by chance.
+    `shared` says for each tensor in containers whether it is shared in a batch of any size: its
+    leading dimension may be the number of samples by chance.
     """
     size = batch_size(batch)
     chosen = list(range(size))[rows] if isinstance(rows, slice) else rows
     known = iter(shared)
 
+    def select_unless_shared(tensor: Tensor) -> Tensor:
+        return tensor if next(known, False) else select(tensor)
+
     def select(tensor: Tensor) -> Tensor:
-        if next(known, False) or not tensor.dim() or tensor.size(0) != size:
+        if not tensor.dim() or tensor.size(0) != size:
             return tensor
         if tensor.is_nested:
             raise IndivisibleBatch("a nested tensor can't be divided into samples: pad it")
@@ -172,7 +175,7 @@ def take(batch: Any, rows: slice | list[int], *, shared: Sequence[bool] = ()) ->
             return pack_sequence(selected, enforce_sorted=False)
         return type(value).from_data_list(selected)
 
-    return map_tensors(batch, select, move=divide)
+    return map_tensors(batch, select_unless_shared, move=divide)
 
 
 def _samples_of(value: Any) -> list[Any] | None:
