@@ -315,7 +315,12 @@ def _look(case: Case) -> FirstLook:
     seconds = 0.0
     try:
         case, choice = settle_blocks(case)
-        seconds = _forward_seconds(case)
+        module, batch = case.build(), case.batch()
+        # The quickest of three, as other work may have the cores for one. The number of a loss is
+        # there when the device is done.
+        seconds = min(
+            timeit.repeat(lambda: case.workload.mean_loss(module, batch).item(), number=1, repeat=3)
+        )
         findings = look(case)
     # The user's model may raise anything, which each gate reports.
     except Exception as error:  # noqa: BLE001
@@ -324,15 +329,3 @@ def _look(case: Case) -> FirstLook:
     if not choice.names and case.workload.spec.startswith(f"{SHRINK_PREFIX}1:"):
         choice = replace(choice, notes=(ONE_BLOCK,))
     return FirstLook(case, choice, findings, seconds)
-
-
-def _forward_seconds(case: Case) -> float:
-    """Return the time of the quickest of three forwards.
-
-    A forward of milliseconds may take a second once where other work has the cores.
-    """
-    module, batch = case.build(), case.batch()
-    # The number of a loss is there when the device is done.
-    return min(
-        timeit.repeat(lambda: case.workload.mean_loss(module, batch).item(), number=1, repeat=3)
-    )
