@@ -51,8 +51,7 @@ def values_of_gates(spec: str, out: Path, recipe: dict[str, Any]) -> dict[str, A
     size = samples_of(workload, recipe["batch_size"], default=DEFAULT_BATCH_SIZE)
     case = Case(workload, batch_size=size, seed=recipe["seed"], blocks=recipe["blocks"])
     source = spec.removeprefix(TRAINER_PREFIX)
-    file = source.rpartition(":")[0]
-    is_file = file.endswith(".py")
+    is_file = source.rpartition(":")[0].endswith(".py")
     patterns = _checked_patterns(recipe["package"], recipe["gates"])
     modules = [] if is_file or spec in BUILTIN_WORKLOADS else [source.partition(":")[0]]
     if recipe["package"] != DEFAULT_PACKAGE_NAME:

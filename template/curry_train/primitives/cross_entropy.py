@@ -306,8 +306,7 @@ class _Pass:
             logits.div_(options.softcap).tanh_()
             slope = logits.square().neg_().add_(1) if any(options.wanted) else None
             logits *= options.softcap
-        targets = self.targets[index]
-        place = targets[:, None]
+        place = self.targets[index, None]
         # The weight of the target's loss, and the sum of all weights.
         of_class = (1 - options.label_smoothing) * self.class_weights[place]
         share = of_class
@@ -367,8 +366,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
         *tensors, options = arguments
-        sources = tensors[:3]
-        ctx.dtypes = [None if source is None else source.dtype for source in sources]
+        ctx.dtypes = [None if source is None else source.dtype for source in tensors[:3]]
         # As many elements as a chunk's logits have.
         ctx.block = options.chunk_tokens * len(tensors[1])
         ctx.options = options

@@ -353,9 +353,8 @@ def _accumulate(
         )
     sync = _sync_context(model)
     values: list[Any] = []
-    last = len(window) - 1
     for index, microbatch in enumerate(window.microbatches):
-        is_last = index == last
+        is_last = index == len(window) - 1
         with (
             sync(window.sync_each_batch or is_last),
             in_backward.paused() if in_backward and not is_last else contextlib.nullcontext(),

@@ -236,9 +236,8 @@ def _checked_run(
         return tensor
 
     # Modules and random generators are restored: these steps only examine a loop.
-    before = BlockState(modules)
     hooks = saved_tensors_hooks(note, lambda tensor: tensor)
-    with generators_kept(), torch.enable_grad(), before, hooks:
+    with generators_kept(), torch.enable_grad(), BlockState(modules), hooks:
         for x in inputs:
             leaves = tree_leaves((x, state))
             given = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
@@ -316,9 +315,8 @@ def checkpoint_timesteps(
         else:
             sizes = even_chunks(len(timesteps), chunk_size)
     for size in sizes[:-1]:
-        chunk = timesteps[:size]
+        state = _run_chunk(step, state, timesteps[:size], collected=collected, modules=modules)
         timesteps = timesteps[size:]
-        state = _run_chunk(step, state, chunk, collected=collected, modules=modules)
     state = _take_steps(step, timesteps, state, collected)
     return collected.finish(), state
 

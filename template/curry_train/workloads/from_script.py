@@ -518,9 +518,9 @@ class ScriptTraining:
     def factory(self) -> str:
         """Return the source of a module with the factory that was used."""
         words = ", ".join(repr(word) for word in self.words)
-        place = self.place or "its trainer"
         text = (
-            f'"""The training of {shlex.join(self.words)}, read at {place}.\n\n'
+            f'"""The training of {shlex.join(self.words)}, '
+            f"read at {self.place or 'its trainer'}.\n\n"
             'Replace what is taken as you like; the loss is what the script computed.\n"""\n\n'
             "from math import inf, nan\n\nimport torch\n\n"
             "from curry_train.workloads.from_script import read_script\n\n"

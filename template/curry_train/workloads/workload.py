@@ -358,9 +358,9 @@ class Case:
                 "of its first tensor, so it can't be divided: make tensors that begin with the "
                 "dimension of samples"
             )
-        ends = itertools.accumulate(sizes)
         return [
-            self.take(batch, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)
+            self.take(batch, slice(end - size, end))
+            for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)
         ]
 
     def take(self, batch: Batch, rows: slice | list[int]) -> Batch:
@@ -505,8 +505,9 @@ def without_cache(module: nn.Module) -> nn.Module:
     """Switch the key-value cache of Hugging Face's modules off, and return the module."""
     for submodule in module.modules():
         config: Any = getattr(submodule, "config", None)
-        bases = type(config).__mro__
-        is_hugging_face = any(base.__module__.startswith("transformers.") for base in bases)
+        is_hugging_face = any(
+            base.__module__.startswith("transformers.") for base in type(config).__mro__
+        )
         if is_hugging_face and getattr(config, "use_cache", None) is True:
             config.use_cache = False
     return module
