@@ -80,13 +80,13 @@ def test_a_run_that_can_not_be_opened_gives_back_the_signals_and_the_folder(tmp_
 def test_a_signal_during_the_last_save_in_the_background_does_not_end_it(
     tmp_path, monkeypatch, later
 ):
-    close = BackgroundSaver.close
+    end = BackgroundSaver.__exit__
 
-    def close_late(saver):
+    def end_late(*saver_and_error):
         signal.raise_signal(signal.SIGTERM)
-        close(saver)
+        end(*saver_and_error)
 
-    monkeypatch.setattr(BackgroundSaver, "close", close_late)
+    monkeypatch.setattr(BackgroundSaver, "__exit__", end_late)
     assert train(run_of(tmp_path, in_background=True), batches()) == 0
     assert newest_step(tmp_path) == 6
     assert later == []
