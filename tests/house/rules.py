@@ -4,7 +4,7 @@ python -m pytest tests/house/test_house.py
 """
 
 import ast
-import importlib
+import pkgutil
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -15,10 +15,17 @@ PACKAGE = "template/curry_train"
 WORKPLACE_WORD = re.compile(
     r"[/]work/|[/]tmp/w/|[/]farm/|[.][.]/shared|this[ ]session|developer[ ]session", re.IGNORECASE
 )
-# In private modules of torch, but in use everywhere and without a public name.
-TOLERATED_PRIVATE_NAMES = ("torch.utils._pytree.", "torch.utils._python_dispatch.TorchDispatchMode")
+# Ruff allows one import on a line.
+ABSOLUTE_IMPORT = re.compile(r"^\s*(?:from|import)\s+curry_train\b")
+TOLERATED_PRIVATE_NAMES = (
+    # In private modules of torch, but in use everywhere and without a public name.
+    "torch.utils._pytree.",
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    # The schema of an operator names it, not torch.
+    "torch.ops.",
+)
 LINK = re.compile(r"""(?:\]\(|\bsrc(?:set)?=")([^)\s#":]+)[)\s#"]""")
-DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
+PRIVATE_OF_TORCH = re.compile(r"torch\.(?:\w+\.)*_[A-Za-z]\w*(?:\.\w+)*")
 
 # Thousands of Python tokens that a reader of each folder has to hold at most. Lower a number when
 # its folder has become lighter; a capability that is added takes out what it makes superfluous.
@@ -71,29 +78,23 @@ PUBLIC_NAMES = {
 def missing_names(promised):
     """Public names stay where users import them from."""
     violations = []
-    for name, public in promised.items():
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError:
-            violations.append(f"{name} is gone: users import from it, so put it back")
-            continue
-        violations += [
-            f"{name} has no {one}, which users import from it: put it back"
-            for one in public.split()
-            if not hasattr(module, one)
-        ]
+    for module, names in promised.items():
+        for name in names.split():
+            try:
+                pkgutil.resolve_name(f"{module}:{name}")
+            except (ImportError, AttributeError):
+                violations.append(
+                    f"{module} has no {name}, which users import from it: put it back"
+                )
     return violations
 
 
 def imports_inside_the_package_are_relative(root):
     """Owned copies work under any package name."""
     return [
-        f"{path.relative_to(root)}:{node.lineno} imports curry_train by name: write a relative "
-        "import, so that a copy works under another name"
-        for path in _python_files(root, PACKAGE)
-        if "import curry_train" in (text := path.read_text("utf-8")) or "from curry_train" in text
-        for node in ast.walk(_parse(path))
-        if "curry_train" in {name.partition(".")[0] for name in _absolute_imports(node)}
+        f"{place} imports curry_train by name: write a relative import, so that a copy works under "
+        "another name"
+        for place, _ in _lines_with(ABSOLUTE_IMPORT, root, _python_files(root, PACKAGE))
     ]
 
 
@@ -101,7 +102,7 @@ def private_torch_names_stay_in_one_module(root):
     """A private name of torch is used in one module, so that a new torch breaks one place."""
     users = defaultdict(set)
     for path in _python_files(root, PACKAGE):
-        for name in _private_torch_names(_parse(path)):
+        for name in _private_torch_names(ast.parse(path.read_text())):
             users[name].add(path.relative_to(root).as_posix())
     return [
         f"{' and '.join(sorted(paths))} use {name}: keep it in one of them, and call that"
@@ -112,18 +113,10 @@ def private_torch_names_stay_in_one_module(root):
 
 def nothing_mentions_the_workplace(root):
     """No file has a path of a machine that it was written on, or a word on how it was written."""
-    violations = []
-    for path in files(root):
-        try:
-            lines = path.read_text().splitlines()
-        except UnicodeDecodeError:
-            continue  # a picture or an archive
-        violations += [
-            f"{path.relative_to(root)}:{number} has {found[0]!r}: write what holds for every user"
-            for number, line in enumerate(lines, start=1)
-            if (found := WORKPLACE_WORD.search(line))
-        ]
-    return violations
+    return [
+        f"{place} has {found!r}: write what holds for every user"
+        for place, found in _lines_with(WORKPLACE_WORD, root, files(root))
+    ]
 
 
 def links_lead_somewhere(root):
@@ -199,18 +192,18 @@ def _binds_gates(path):
     return path.is_file() and re.search(r"^GATES\b", path.read_text(), re.MULTILINE) is not None
 
 
+def _lines_with(pattern, root, paths):
+    """Yield the place of each line that has a pattern, and what it has."""
+    for path in paths:
+        # A picture or an archive is no text.
+        lines = path.read_text(errors="replace").splitlines()
+        for number, line in enumerate(lines, start=1):
+            if found := pattern.search(line):
+                yield f"{path.relative_to(root)}:{number}", found[0]
+
+
 def _python_files(root, folder):
     return [path for path in files(root, folder) if path.suffix == ".py"]
-
-
-def _parse(path):
-    return ast.parse(path.read_text(), filename=str(path))
-
-
-def _absolute_imports(node):
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    return [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
 
 
 def _private_torch_names(module):
@@ -218,14 +211,11 @@ def _private_torch_names(module):
     nodes = list(ast.walk(module))
     aliases = {}
     for node in nodes:
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             for alias in node.names:
-                aliases[alias.asname or alias.name.partition(".")[0]] = (
-                    alias.name if alias.asname else alias.name.partition(".")[0]
-                )
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            for alias in node.names:
-                aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                name = alias.name if alias.asname else alias.name.partition(".")[0]
+                aliases[alias.asname or name] = prefix + name
     inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     for node in nodes:
         name = ""
@@ -234,14 +224,5 @@ def _private_torch_names(module):
             name = f"{aliases.get(first, '')}{dot}{rest}"
         elif isinstance(node, ast.Constant):  # as in sys.modules.get("torch._dynamo")
             name = str(node.value)
-        if _is_private_of_torch(name):
+        if PRIVATE_OF_TORCH.fullmatch(name) and not name.startswith(TOLERATED_PRIVATE_NAMES):
             yield name
-
-
-def _is_private_of_torch(name):
-    """Return whether a dotted name has a private part; an operator's schema names it, not torch."""
-    if not name.startswith("torch.") or not DOTTED.fullmatch(name):
-        return False
-    if name.startswith(("torch.ops.", *TOLERATED_PRIVATE_NAMES)):
-        return False
-    return any(re.match(r"_[A-Za-z]", part) for part in name.split("."))
