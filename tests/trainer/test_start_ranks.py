@@ -60,14 +60,6 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
         pass
 
 
-def test_a_single_process_starts_no_group():
-    module = Case(load_workload("mlp")).build()
-    with start_ranks() as (ranks, device):
-        assert (ranks.first, ranks.size, ranks.agree(lambda: "x")) == (True, 1, "x")
-        assert share(module, device, parallel="none", precision=torch.float32) is module
-    assert not torch.distributed.is_initialized()
-
-
 def test_blocks_are_sharded_one_by_one_and_ranks_start_with_equal_weights():
     found = run_on_ranks(f"{__file__}:shared_by_two")
     assert (
