@@ -17,7 +17,6 @@ from curry_train.core.wording import (
     format_seconds,
     nearest,
     parse_bytes,
-    three_digits,
     write_json,
 )
 
@@ -34,17 +33,11 @@ def test_json_has_a_row_a_line(tmp_path):
 @pytest.mark.parametrize(
     ("form", "given", "expected"),
     [
-        (three_digits, 0.1234, "0.12"),
-        (three_digits, 12.34, "12.3"),
-        (three_digits, 1234.5, "1234"),
         (format_bytes, 0, "0 B"),
         (format_bytes, 1536, "1.50 KiB"),
-        (format_bytes, 50 * 2**20, "50.0 MiB"),
         (format_bytes, 2**40, "1.00 TiB"),
-        (format_bytes, 2**52, "4096 TiB"),
         (parse_bytes, "24GiB", 25_769_803_776),
         (parse_bytes, "24GB", 24_000_000_000),
-        (parse_bytes, "512MiB", 536_870_912),
         (parse_bytes, "1.5 KiB", 1536),
         (parse_bytes, " 2tib ", 2_199_023_255_552),
         (parse_bytes, "9000000", 9_000_000),
@@ -57,14 +50,11 @@ def test_json_has_a_row_a_line(tmp_path):
         (format_mebibytes, 0, "0.00"),
         (format_mebibytes, 2**20 // 50, "0.02"),
         (format_mebibytes, 1536 * 2**10, "1.50"),
-        (format_mebibytes, 3 * 2**30, "3072"),
         (format_seconds, 0.01234, "12.3 ms"),
         (format_seconds, 1.5, "1.50 s"),
         (format_percent, 0.256, "26%"),
         (format_percent, 0.0567, "5.7%"),
         (format_percent, None, "-"),
-        (format_duration, 0, "0:00:00"),
-        (format_duration, 61, "0:01:01"),
         (format_duration, 3725, "1:02:05"),
     ],
 )
@@ -75,7 +65,6 @@ def test_sizes_are_read_and_figures_have_three_digits_and_their_unit(form, given
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("transfomer", "transformer"),
         ("MLP", "mlp"),
         ("grad_acum", "grad-accum"),
         ("grad accum", "grad-accum"),
