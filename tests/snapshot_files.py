@@ -143,7 +143,7 @@ def python(function, file, line):
 
 
 def native(function, file=""):
-    return {"name": function, "filename": file, "line": 0}
+    return python(function, file, 0)
 
 
 @dataclass
@@ -170,9 +170,10 @@ class Training:
     matrix_bytes: int = 0  # of six equal parameters, in place of those of layers
 
     def stack(self, *frames, op="empty"):
-        listed = [native("c10::cuda::CUDACachingAllocator::malloc")] if self.native_frames else []
-        listed += [native(f"at::_ops::{op}::call")] if self.native_frames else []
-        listed += frames
+        listed = [*frames]
+        if self.native_frames:
+            allocating = native("c10::cuda::CUDACachingAllocator::malloc")
+            listed = [allocating, native(f"at::_ops::{op}::call"), *frames]
         if self.windows:
             listed = [
                 frame | {"filename": frame["filename"].replace("/", "\\")} for frame in listed
