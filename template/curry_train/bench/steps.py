@@ -4,7 +4,7 @@
 
 A plus joins several levers, which are applied in that order.
 
-Proof: `python -m pytest tests/bench/test_bench_levers.py tests/bench/test_bench_steps.py`.
+Proof: `python -m pytest tests/bench/test_bench_steps.py`.
 """
 
 import contextlib

@@ -7,7 +7,7 @@ The rank is that of the user's own program, under torch's fake process group, wh
 no data. Corrections make the bytes equal to those of a rank among real processes. They are those of
 torch 2.13, and the tests compare each with gloo.
 
-Proof: `python -m pytest tests/plan/test_ranks.py tests/plan/test_routing_peaks.py`.
+Proof: `python -m pytest tests/plan/test_ranks.py tests/plan/test_routed_ranks.py`.
 """
 
 import contextlib

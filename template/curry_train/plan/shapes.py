@@ -6,7 +6,7 @@
 The differences are those of torch 2.11 and 2.13. Each correction has a test that fails when it is
 no longer needed.
 
-Proof: `python -m pytest tests/plan/test_fake_kernels.py tests/plan/test_fake.py`.
+Proof: `python -m pytest tests/plan/test_fake.py`.
 """
 
 import contextlib

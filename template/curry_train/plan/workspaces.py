@@ -17,7 +17,7 @@ which torch gives its whole cache back. What the later steps reserve depends on 
 This follows one A100 (evidence/gpumemnet.json). cuDNN may choose an algorithm with a larger
 workspace, such as Winograd's, and needs up to several GiB for a moment while it tries them.
 
-Proof: `python -m pytest tests/plan/test_workspaces.py`.
+Proof: `python -m pytest tests/plan/test_cuda_step.py`.
 """
 
 import math
