@@ -135,7 +135,6 @@ def test_a_lever_gets_the_named_blocks_and_a_microbatch():
     ("named", "dtype", "tera"),
     [  # from the data sheets
         ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
-        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
         ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5),
     ],
 )

@@ -74,7 +74,6 @@ GIGA = 10**9
 @pytest.mark.parametrize(
     ("kind", "ranks", "seconds"),
     [
-        ("all-gather", range(8), 7 / 8 / 100),
         ("all-reduce", range(8), 2 * 7 / 8 / 100),
         ("reduce-scatter", range(4), 3 / 4 / 100),
         # Eight GPUs of each node have a way of 10 GB/s each to the next node.

@@ -166,7 +166,7 @@ def test_a_word_may_set_a_block_and_another_a_key_of_it():
     [
         (
             {"warmup_steps": 0, "least": 0},
-            {0: 1.0, 25: (1 + math.cos(math.pi / 4)) / 2, 50: 0.5, 100: 0.0},
+            {0: 1.0, 25: (1 + math.cos(math.pi / 4)) / 2, 100: 0.0},
         ),
         (
             {"warmup_steps": 10, "least": 0.1},
@@ -174,9 +174,9 @@ def test_a_word_may_set_a_block_and_another_a_key_of_it():
         ),
         (
             {"warmup_steps": 0, "least": 0.5, "shape": "linear"},
-            {0: 1.0, 25: 0.875, 50: 0.75, 75: 0.625, 100: 0.5, 101: 0.5},
+            {0: 1.0, 50: 0.75, 100: 0.5},
         ),
-        ({"warmup_steps": 2, "shape": "constant"}, {0: 0.5, 1: 1.0, 2: 1.0, 100: 1.0}),
+        ({"warmup_steps": 2, "shape": "constant"}, {0: 0.5, 1: 1.0, 100: 1.0}),
     ],
 )
 def test_the_rate_rises_in_the_warm_up_and_falls_by_its_shape_to_the_least(settings, factors):

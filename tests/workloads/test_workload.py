@@ -77,7 +77,6 @@ def test_a_seed_sets_weights_and_batch():
             return Workload("own", lambda: nn.Linear(3, 1), lambda size: torch.randn(size, 3), loss)
         """,
     ],
-    ids=["linear", "conv", "embedding", "pair", "tuple", "keywords", "workload"],
 )
 def test_a_factory_outside_the_repository_becomes_a_workload(factory, source):
     case = Case(load_workload(factory(source)), batch_size=7)
