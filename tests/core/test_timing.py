@@ -7,15 +7,12 @@ import collections
 import itertools
 
 import pytest
-import torch
 
 from curry_train.core.timing import (
     FASTER_VERDICT,
     NO_DIFFERENCE_VERDICT,
     SLOWER_VERDICT,
-    NoSuchDevice,
     Ratio,
-    find_device,
     order_of_rounds,
     paired_ratio,
     time_in_turns,
@@ -97,13 +94,3 @@ def test_the_interval_is_that_of_the_sign_test(rounds, rank, coverage):
 )
 def test_a_difference_is_seen_when_the_interval_excludes_one(bounds, verdict):
     assert Ratio(1.0, *bounds, 0.95).verdict == verdict
-
-
-# The device of a name.
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_missing_device_is_refused_and_auto_is_the_cpu():
-    with pytest.raises(NoSuchDevice, match=r"no CUDA device: .* Use --device cpu"):
-        find_device("cuda")
-    assert find_device("auto") == find_device("cpu") == torch.device("cpu")
