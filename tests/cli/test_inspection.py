@@ -22,8 +22,9 @@ from torch import nn
 
 from curry_train.cli.runs_inspect import inspect_checkpoint as inspect
 from curry_train.runs import Store
-from torture_shapes import calls, opcodes
+from torture_shapes import Call, calls, opcodes
 
+from ..command_runs import call
 from ..store_models import flip, new_state, save_both, train
 
 
@@ -217,13 +218,13 @@ def zipped(data, compression=zipfile.ZIP_STORED):
 def hostile_files():
     """Yield a title and a hostile file, or folder, of each kind."""
     canary = "canary"
-    for title, call in calls(canary).items():
-        yield f"{title} in a zip", saved({"model": torch.ones(2), "x": call})
+    for title, forged in calls(canary).items():
+        yield f"{title} in a zip", saved({"model": torch.ones(2), "x": forged})
         yield (
             f"{title} in a legacy file",
-            saved({"x": [call]}, _use_new_zipfile_serialization=False),
+            saved({"x": [forged]}, _use_new_zipfile_serialization=False),
         )
-        yield f"{title} in a pickle", pickle.dumps(call, 2)
+        yield f"{title} in a pickle", pickle.dumps(forged, 2)
     for title, data in opcodes(canary).items():
         if data.startswith(b"\x80"):
             yield title, data
@@ -327,3 +328,33 @@ def test_a_manifest_of_another_program_does_not_matter(checkpoints):
     Path("state/manifest.json").write_text('{"name": "something else"}')
     found = inspect("state")
     assert (found.format, found.problems) == ("folder", [])
+
+
+# The command.
+
+
+def test_inspect_prints_tensors_hashes_and_whether_it_is_whole():
+    values = torch.tensor([[1.0, math.nan]])
+    torch.save({"a": torch.ones(3), "b": values, "epoch": 3}, "a.pt")
+    text = call("inspect a.pt")
+    # Tensors with NaN come first.
+    assert text.splitlines()[1].split() == ["b", "1x2", "float32", "1"]
+    assert "other values: epoch: 3" in text
+    assert "NaN: 1, inf: 0" in text
+    assert "CRC-32 match" in text
+    assert text.splitlines()[-1] == "whole: yes"
+
+    text = call("inspect a.pt --json -")
+    found = json.loads(text[text.index("\n{") :])
+    assert (found["whole"], found["format"]) == (True, "torch.save file")
+    assert [one["nan"] for one in found["tensors"]] == [0, 1]
+
+
+def test_a_hostile_file_ends_with_1_and_runs_nothing():
+    names = "\x1b[2J\n" * 3
+    torch.save({names: Call(os.mkdir, "canary")}, "a.pt")
+    text = call("inspect a.pt", status=1)
+    assert "wrong: it is hostile: loading it would call posix.mkdir" in text
+    assert text.splitlines()[-1] == "whole: no"
+    assert "\x1b" not in text
+    assert not Path("canary").exists()

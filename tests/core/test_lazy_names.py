@@ -1,9 +1,10 @@
-"""Test that public names of a package are imported on first use.
+"""Importing a package: its public names on first use, and a torch that was never tested.
 
 python -m pytest tests/core/test_lazy_names.py
 """
 
 import importlib
+import os
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from curry_train import primitives
 
 from ..command_runs import finished
+from ..tree import ROOT
 
 
 def test_an_unknown_name_is_an_attribute_error():
@@ -34,3 +36,29 @@ def test_importing_a_package_does_not_import_torch():
         "sys.exit('torch' in sys.modules)"
     )
     finished(sys.executable, "-c", program)
+
+
+# A torch that the tests never ran with.
+
+
+def imported_with(folder, *, version, options=()):
+    (folder / "torch").mkdir()
+    (folder / "torch/__init__.py").write_text("raise ImportError('nothing needs torch here')\n")
+    (folder / "torch/version.py").write_text(f"__all__ = []\n__version__ = '{version}'\n")
+    path = f"{folder}{os.pathsep}{ROOT}/template"
+    return finished(sys.executable, *options, "-c", "import curry_train", PYTHONPATH=path)
+
+
+@pytest.mark.parametrize("version", ["2.12.1", "2.14.0+cu130", "2.110.0", "3.0"])
+def test_a_torch_that_was_never_tested_is_named_in_one_warning(tmp_path, version):
+    done = imported_with(tmp_path, version=version)
+    (line,) = [line for line in done.stderr.splitlines() if "Warning" in line]
+    assert line.endswith(
+        f"UserWarning: curry-train is tested with torch 2.11 and 2.13, and this is {version}: "
+        "run `curry-train validate` on your model before you rely on it"
+    )
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.13.0a0+git1234"])
+def test_a_tested_torch_is_not_mentioned(tmp_path, version):
+    assert imported_with(tmp_path, version=version, options=["-W", "error"]).stderr == ""

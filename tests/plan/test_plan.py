@@ -15,9 +15,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from curry_train.core.blocks import find_blocks
+from curry_train.gates.same_training import same_training
 from curry_train.plan import Infeasible, Plan, Planner, plan
 from curry_train.plan.planner import what_microbatches_change
-from curry_train.plan.saved import Candidate
+from curry_train.plan.saved import Candidate, Option, apply_options
+from curry_train.workloads import Case
 from curry_train.workloads.models import mlp, transformer
 
 from ..plan_models import Runs, measured, net, squares
@@ -198,3 +201,28 @@ def test_a_plan_makes_what_the_page_for_agents_lists_in_that_order(monkeypatch):
         monkeypatch.setattr(found, "__init__", note(kind, found.__init__))
     plan(net(32, 32), 2**30, device="rtx4090", without=("sac",), chunked_loss=False)
     assert made == [kind for _, kind in steps]
+
+
+# Neighbouring blocks that are run in different ways are still the same training.
+
+
+# One case, whose plain training is kept.
+CASE = Case(mlp(depth=4, width=32))
+OPTIONS = {
+    "full": Option("full"),
+    "regions": Option("regions"),
+    "sac": Option("sac", frozenset({("matmul", 0)})),
+    "offload": Option("offload"),
+}
+
+
+@pytest.mark.parametrize("pair", list(itertools.permutations(OPTIONS, 2)), ids="-".join)
+def test_alternating_options_leave_the_training_unchanged(pair):
+    """Cover regions that could rebuild the last activation of the previous `mlp` block."""
+
+    def apply(model, sample):
+        chosen = {block: OPTIONS[pair[place % 2]] for place, block in enumerate(find_blocks(model))}
+        return apply_options(model, chosen)
+
+    _, _, hint = same_training(CASE, apply)
+    assert not hint

@@ -1,4 +1,4 @@
-"""Read a journal in spite of damage to its file.
+"""Read a journal in spite of damage to its file, and the history of a run from it.
 
 python -m pytest tests/runs/test_journal_reading.py
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from curry_train.runs import read_history
+from curry_train.runs import Journal, read_history
 from curry_train.runs.journal import (
     LONGEST_LINE_BYTES,
     JournalError,
@@ -19,7 +19,7 @@ from curry_train.runs.journal import (
     read_events,
 )
 
-from ..journals import plant
+from ..journals import plant, plant_eventful
 
 AT = {"time": 1.5, "step": 3, "attempt": 2}
 
@@ -101,3 +101,28 @@ def test_a_run_is_found_by_its_path_or_its_name(tmp_path):
 def test_text_of_a_file_does_not_move_the_cursor_and_is_cut():
     assert printable("a\x1b[2Jb\nc\ud800é") == r"a\x1b[2Jb\nc\ud800é"
     assert printable("x" * 400, longest=10) == "xxxxxxx..."
+
+
+def test_a_history_up_to_an_attempt_is_the_run_at_that_time():
+    folder = plant_eventful("run")
+    second = read_history(f"{folder}@2")
+    assert list(second.steps.step) == list(range(1, 31))
+    assert len(second.attempts) == 2
+    assert list(read_history(f"{folder}/journal.jsonl@1").steps.step) == list(range(1, 21))
+    with pytest.raises(ValueError, match="has no attempt 4: the last one is 3"):
+        read_history(f"{folder}@4")
+    folder.rename("run@2")  # a name given by the user comes first
+    assert len(read_history("run@2").attempts) == 3
+
+
+def test_dev_metrics_of_rolled_back_steps_are_dropped(tmp_path):
+    with Journal(tmp_path) as journal:
+        for step in (10, 20):
+            journal.write("eval", step=step, metric="dev_loss", value=float(step))
+        journal.write("rollback", step=10, from_step=20, reason="x")
+        # Of a step that is measured twice the later figure counts.
+        for value in (4.0, 5.0):
+            journal.write("eval", step=30, metric="dev_loss", value=value)
+    steps = read_history(tmp_path).metrics["dev_loss"]
+    assert (list(steps.step), list(steps.values["value"])) == ([10, 30], [10.0, 5.0])
+    assert list(steps.superseded[0].values["value"]) == [20.0]

@@ -1,4 +1,4 @@
-"""Checkpoints commit whole, are found by number, and are read by torch's own tools.
+"""Checkpoints commit whole or not at all, are found by number, and are read by torch's own tools.
 
 python -m pytest tests/runs/test_store.py
 """
@@ -9,10 +9,25 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
 
-from curry_train.runs import DamagedCheckpoint, StepExists, Store, load_chosen
+from curry_train.runs import DamagedCheckpoint, SaveError, StepExists, Store, load_chosen
+from curry_train.runs.format import NOT_IN_SAFETENSORS
+from curry_train.runs.values import PLAIN_DTYPES
 
-from ..store_models import equal, new_state, save_best, save_new, tensors_of, train
+from ..store_models import (
+    At,
+    CountedFiles,
+    equal,
+    fail,
+    new_state,
+    save_best,
+    save_new,
+    tensors_of,
+    train,
+)
 
 
 @pytest.mark.parametrize(
@@ -94,3 +109,80 @@ def test_a_url_is_refused_and_makes_no_folder_of_that_name(tmp_path, monkeypatch
     with pytest.raises(ValueError, match=r"s3://bucket/run is no folder: .* fsspec"):
         Store("s3://bucket/run")
     assert list(tmp_path.iterdir()) == []
+
+
+# Errors.
+
+
+ERRORS = [
+    OSError(28, "No space left on device"),
+    OSError(5, "Input/output error"),
+    OSError(30, "Read-only file system"),
+]
+
+
+def test_an_error_at_any_change_is_a_save_error_and_the_previous_checkpoint_stays(tmp_path):
+    """Name the cause in the error, and save again with the same store once there is space."""
+    state = new_state()
+    with CountedFiles() as files, Store(tmp_path) as store:
+        first = store.save("rollback", 1, state)
+        expected = tensors_of(state)
+        train(state, 1)
+        failures = number = 0
+        step = 2
+        messages = []
+        while True:
+            number += 1
+            files.ask = At(number, fail(ERRORS[number % 3]))
+            try:
+                store.save("rollback", step, state)
+            except SaveError as error:
+                failures += 1
+                messages.append((str(error), ERRORS[number % 3].strerror, f"step-{step:08d}"))
+            else:
+                break
+            finally:
+                files.ask = lambda operation: None
+            # The error came after the commit.
+            if any(saved.step == step for saved in store.committed("rollback")):
+                store.verify(store.latest())
+                step += 1
+            store.verify(first)
+        assert failures >= 10
+        other = new_state(seed=3)
+        store.load(first, other)
+        assert equal(tensors_of(other), expected)
+        assert [row for row in messages if row[1] not in row[0] or row[2] not in row[0]] == []
+        store.verify(store.save("rollback", step + 1, state))
+        assert store.scan("rollback")[1] == {}
+
+
+# Best-K.
+
+
+def test_the_safetensors_package_reads_every_dtype(store, tmp_path):
+    dtypes = sorted(PLAIN_DTYPES - NOT_IN_SAFETENSORS, key=str)
+    both = torch.randn(6)
+    tensors = {
+        **{f"t_{number}": torch.ones(2, 3).to(dtype) for number, dtype in enumerate(dtypes)},
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "turned": torch.randn(4, 3).t(),
+        "overlapping": both[:4],
+        "with it": both[2:],
+    }
+    module = nn.Module()
+    for name, tensor in tensors.items():
+        module.register_buffer(name, tensor)
+    state = new_state(build=lambda: nn.Sequential(nn.Linear(1, 1), module))
+    path = tmp_path / save_best(store, 1, state).folder / "model.safetensors"
+    found = load_file(path)
+    assert found.keys() == {"0.weight", "0.bias", *(f"1.{name}" for name in tensors)}
+    for name, tensor in tensors.items():
+        assert found[f"1.{name}"].dtype == tensor.dtype
+        assert torch.equal(
+            found[f"1.{name}"].view(-1).view(torch.uint8),
+            tensor.contiguous().view(-1).view(torch.uint8),
+        )
+    with safe_open(path, "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}

@@ -6,7 +6,7 @@ A path is a file, or a folder: one of ours, of torch.distributed.checkpoint, tor
 Hugging Face, its Trainer, Accelerate, or any folder of such files. Nothing is unpickled. Where a
 format can't prove something, the result says that it can't be told.
 
-Proof: `python -m pytest tests/cli/test_inspection.py tests/cli/test_runs_inspect.py`.
+Proof: `python -m pytest tests/cli/test_inspection.py`.
 """
 
 import dataclasses

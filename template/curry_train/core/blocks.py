@@ -1,6 +1,6 @@
 """Find the blocks that a model repeats, and replace their classes by ones that run differently.
 
-Proof: `python -m pytest tests/primitives/test_recompute_contract.py tests/core/test_blocks.py`.
+Proof: `python -m pytest tests/primitives/test_recompute_options.py tests/core/test_blocks.py`.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 The ranks are processes on the CPU that gloo connects. They load the workload, and what is judged,
 by name.
 
-Proof: `python -m pytest tests/gates/test_two_ranks.py`.
+Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 import datetime

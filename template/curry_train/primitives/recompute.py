@@ -7,7 +7,7 @@ A recomputing block is the same module under a subclass: its parameter names, st
 attributes, copies and pickles are those of the original block. BatchNorm's running statistics are
 updated once, and reentrant checkpointing is refused where it would lose gradients.
 
-Proof: `python -m pytest tests/primitives/test_recompute_contract.py tests/core/test_key_cache.py`.
+Proof: `python -m pytest tests/primitives/test_recompute_options.py tests/core/test_key_cache.py`.
 """
 
 import functools

@@ -7,7 +7,7 @@
 When an attempt begins at a step, all later steps of earlier attempts move to `superseded`. Figures
 are stored in arrays, so that a million steps take about 70 MB.
 
-Proof: `python -m pytest tests/runs/test_journal_history.py tests/runs/test_journal_reading.py`.
+Proof: `python -m pytest tests/runs/test_journal_reading.py`.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 A checkpoint is committed when its manifest verifies. All ranks make a store of the same folder and
 call together.
 
-Proof: `python -m pytest tests/runs/test_store_kill.py tests/runs/test_store.py`.
+Proof: `python -m pytest tests/runs/test_store.py`.
 """
 
 import contextlib
