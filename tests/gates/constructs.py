@@ -207,10 +207,6 @@ def noisy(model, batch):
     return square_sum(model, batch) * torch.rand(())
 
 
-def of_last(model, batch):
-    return square_sum(model, batch) + model.last.abs().sum()
-
-
 def rows(size):
     return torch.randn(size, 32, WIDTH)
 
@@ -228,20 +224,8 @@ class Rows:
         return Rows(self.x.to(device))
 
 
-def own_rows(size):
-    return Rows(rows(size))
-
-
-def of_own_rows(model, batch):
-    return square_sum(model, batch.x)
-
-
 def with_momentum(model):
     return torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, nesterov=True)
-
-
-def sparse_rows():
-    return nn.Sequential(nn.Embedding(50, WIDTH, sparse=True), Model())
 
 
 def words(size):
@@ -285,10 +269,6 @@ class Dense(nn.Module):
         for block in self.blocks:
             outputs = block(outputs)
         return torch.cat(outputs, -1)
-
-
-def with_batch_statistics():
-    return nn.Sequential(nn.BatchNorm1d(32), Block())
 
 
 class SharesWeight(Model):
@@ -416,10 +396,6 @@ def ragged(size):
     )
 
 
-def squares_of_values(model, batch):
-    return model(batch).values().square().sum()
-
-
 MODELS = {
     "calls_forward": CallsForward,
     "checkpoints_all": CheckpointsAll,
@@ -442,7 +418,7 @@ MODELS = {
     "compiled": compiled,
     "compiled_blocks": compiled_blocks,
     "grows_a_list": Dense,
-    "normalized": of_block(with_batch_statistics),
+    "normalized": of_block(lambda: nn.Sequential(nn.BatchNorm1d(32), Block())),
     "shares_a_weight": SharesWeight,
     "partly_frozen": Parts,
     "lone_layers": of_block(nn.Linear, WIDTH, WIDTH),
@@ -456,16 +432,25 @@ MODELS = {
     "overwrites": of_block(overwrites),
 }
 CONSTRUCTS = {name: [build] for name, build in MODELS.items()} | {
-    "keeps_last": [KeepsLast, of_last],
+    "keeps_last": [KeepsLast, lambda model, x: square_sum(model, x) + model.last.abs().sum()],
     "derivative_in_loss": [Model, with_derivative],
     "noisy_loss": [Model, noisy],
-    "own_batch": [Model, of_own_rows, own_rows, {"count": len}],
+    "own_batch": [
+        Model,
+        lambda model, batch: square_sum(model, batch.x),
+        lambda size: Rows(rows(size)),
+        {"count": len},
+    ],
     "own_optimizer": [Model, square_sum, rows, {"optimizer": with_momentum}],
-    "sparse": [sparse_rows, square_sum, words],
+    "sparse": [
+        lambda: nn.Sequential(nn.Embedding(50, WIDTH, sparse=True), Model()),
+        square_sum,
+        words,
+    ],
     "tied_words": [functools.partial(word_model, is_tied=True), next_words, texts],
     "weighted_words": [word_model, weighted, texts],
     "penalized_words": [word_model, penalized, texts],
-    "ragged": [Model, squares_of_values, ragged],
+    "ragged": [Model, lambda model, batch: model(batch).values().square().sum(), ragged],
 }
 
 

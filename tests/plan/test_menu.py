@@ -27,14 +27,15 @@ OTHERS = ("sac", "regions")  # than full recompute
 
 
 def stack(build, number, *shape):
-    def build_all():
-        # The first layer makes the input of every block require grad.
-        return nn.Sequential(nn.PReLU(), nn.Sequential(*map(build, range(number))))
-
     def loss(module, x):
         return module(x).square().flatten(1).mean(1).sum()
 
-    return squares(build_all, *shape, loss=loss)
+    # The first layer makes the input of every block require grad.
+    return squares(
+        lambda: nn.Sequential(nn.PReLU(), nn.Sequential(*map(build, range(number)))),
+        *shape,
+        loss=loss,
+    )
 
 
 def measured(made, *, offload=False, without=()):

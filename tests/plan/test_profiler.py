@@ -114,10 +114,6 @@ def test_a_layer_that_is_recomputed_already_is_not_recommended():
 # How a model may be built and called.
 
 
-def three_turns(inner, x):
-    return in_turn([inner[0]] * 3, x)
-
-
 def borrowing():
     """Return a model with a layer that runs a module which is registered elsewhere."""
     model = nn.Sequential(activated(8, nn.Sigmoid), nn.Identity())
@@ -135,7 +131,11 @@ def sharing():
 @pytest.mark.parametrize(
     ("build", "calls", "held"),
     [
-        (lambda: Runs(three_turns, Residual()), 3, {"inner.0": 3 * 256 + 2 * 128, "(rest)": 4}),
+        (
+            lambda: Runs(lambda inner, x: in_turn([inner[0]] * 3, x), Residual()),
+            3,
+            {"inner.0": 3 * 256 + 2 * 128, "(rest)": 4},
+        ),
         (borrowing, 2, {"0": 2 * 128, "2": 128, "1": 0, "(rest)": 4}),
         (sharing, 1, {"inner.1.0": 256, "inner.1.1": 256, "inner.0": 128, "(rest)": 4}),
     ],
