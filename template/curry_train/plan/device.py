@@ -336,8 +336,7 @@ def peak_rate(
         )
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return PeakRate(
-            None,
-            f"products in float32 run as TF32 here: give --peak, in TFLOP/s, or {MEASURED_PEAK}",
+            None, "products in float32 run as TF32 here: give --peak TFLOPS, or --peak measured"
         )
 
     rate = PROFILES[PROFILE_OF_CARD[card]].flops_per_second.get(name)
