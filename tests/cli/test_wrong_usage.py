@@ -133,7 +133,7 @@ memory --model absent_module:build          | can't import absent_module. Run fr
 memory --model mlp --blocks layers.*        | the pattern 'layers.*' matches no module
 memory --model mlp --plot absent/step.png   | create it first
 memory --model mlp --snapshot made.py       | give either --model or --snapshot
-memory --snapshot made.py --dtype bfloat16  | --dtype is of a model
+memory --snapshot made.py --dtype bfloat16  | runs no model: leave out --dtype
 memory --snapshot made.py                   | is no CUDA memory snapshot
 memory --model made.py:exits                | the factory raised SystemExit: 3 (made.py:39)
 memory --model made.py:strange              | the factory raised Strange: no weights (made.py:45)
@@ -177,6 +177,7 @@ PLAN --out missing/plan.json                | does not exist: create it first
 PLAN --json missing/plan.json               | does not exist: create it first
 PLAN --chunked-loss                         | has no output layer
 PLAN --margin nan                           | nan is not a finite number
+PLAN --target cpu --margin 2                | CPU leaves nothing free: leave out --margin
 PLAN --without half                         | is not one of
 PLAN --parallel a:b --mesh pp=2             | stages of a pipeline are not planned
 PLAN --link fast                            | fast

@@ -36,10 +36,10 @@ from .options import (
     heading,
     own_workload,
     plot_option,
+    refuse_typed,
     samples_of,
     settle_blocks,
     training_options,
-    typed,
 )
 from .parameters import INPUT_FILE, option, output_option, together
 from .screen import Ended, fill_screen, messages_on_screen, screen_command, table
@@ -211,9 +211,8 @@ def memory_command(
         raise click.UsageError("give either --model or --snapshot")
     if spec is not None:
         report = measure_model(spec, asked, on_shapes=on_shapes)
-    elif ignored := typed([*vars(asked), "on_shapes"]):
-        raise click.UsageError(f"{ignored[0]} is of a model: leave it out with --snapshot")
     else:
+        refuse_typed([*vars(asked), "on_shapes"], "--snapshot runs no model")
         report = report_snapshot(str(snapshot_path))
     click.echo(report.text)
     if plot_path:

@@ -110,15 +110,16 @@ def echo_notes(workload: Workload | None) -> None:
         click.echo()
 
 
-def typed(names: Sequence[str]) -> list[str]:
-    """Return the options of these names that were typed, as they are written."""
+def refuse_typed(names: Sequence[str], why: str) -> None:
+    """Raise an error where options of these names were typed, which `why` leaves no use for."""
     context = click.get_current_context()
-    return [
+    if others := [
         one.opts[0]
         for one in context.command.params
         if one.name in names
         and context.get_parameter_source(one.name) is ParameterSource.COMMANDLINE
-    ]
+    ]:
+        raise ValueError(f"{why}: leave out {', '.join(others)}")
 
 
 def facts_of(cases: Sequence[Case]) -> dict[str, Any]:

@@ -37,8 +37,8 @@ from .options import (
     echo_notes,
     own_workload,
     plot_option,
+    refuse_typed,
     training_options,
-    typed,
 )
 from .parameters import number_option, option, output_option, together
 from .screen import Ended, fill_screen, messages_on_screen, screen_command
@@ -176,7 +176,7 @@ def plan_command(
         size = global_batch
         if own is not None and size is None:
             size = (own.own_batch or 1) * own.accumulation
-        way = parallel if fits is None else parallel or "fsdp2"
+        way = parallel or (fits and "fsdp2")
         shardings = [
             Sharding(way, ranks, mesh, rank, reshard_after_forward, precision)
             for mesh in meshes or [{}]
@@ -221,14 +221,13 @@ def plan_command(
     if out:
         write_json(out, plan.to_json())
         click.echo(f"\nwrote {out}: Plan.load({out!r}).apply(model)")
-    results = {
+    return provenance(place) | {
         "plain_peak": plain.peak.owners,
         "measured_bytes": measured,
         "text": text,
         "plan": plan.to_json(),
         **(plan.cuda or {}),
-    }
-    return provenance(place) | results, 0
+    }, 0
 
 
 # Options of a plan for a budget, which `--fits` does not take.
@@ -255,8 +254,7 @@ def _find_fewest(
     settings: dict[str, Any],
 ) -> FewestGpus:
     """Find the fewest GPUs, after a check that no other option was given."""
-    if others := typed(OPTIONS_OF_BUDGET):
-        raise ValueError(f"--fits tries settings by itself: leave out {', '.join(others)}")
+    refuse_typed(OPTIONS_OF_BUDGET, "--fits tries settings by itself")
     with messages_on_screen() as show_message:
         return fewest_gpus(
             spec,
@@ -282,6 +280,8 @@ def _find_plan(
     `planner_for` makes the planner from `tell=`, a function that shows progress.
     """
     with messages_on_screen() as show_message, planner_for(tell=show_message) as planner:
+        if planner.profile.usable_bytes is None:
+            refuse_typed(("context_bytes", "margin"), "a plan for a CPU leaves nothing free")
         budget_bytes = budget_bytes or planner.profile.memory_bytes
         if budget_bytes is None:
             raise ValueError("a plan needs a --budget, such as 24GiB, or a --target")
@@ -315,13 +315,17 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
     notes = [*plan.settings["block_notes"], plan.settings["host_note"]]
     lines += map(fill_screen, filter(None, notes))
     if plan.settings["why_real"]:
-        why = f"measured for real, without offload: {plan.settings['why_real']}"
-        lines.append(fill_screen(why, indent=""))
+        lines.append(
+            fill_screen(
+                f"measured for real, without offload: {plan.settings['why_real']}", indent=""
+            )
+        )
     return "\n".join([*lines, "", plan.explain(most=None if explain else 1, assumptions=False)])
 
 
 def _measure(plan: Plan, spec: str, place: torch.device, settings: PlannerOptions) -> int:
     """Measure the peak of a real step of the plan, on one rank."""
-    workload = load_workload(spec)
-    case = Case(workload, place, settings.dtype, batch_size=plan.microbatch, seed=settings.seed)
+    case = Case(
+        load_workload(spec), place, settings.dtype, batch_size=plan.microbatch, seed=settings.seed
+    )
     return measured_peak(case, plan.apply, optimizer=settings.optimizer, accumulated=plan.steps > 1)
