@@ -222,7 +222,7 @@ class Again:
             if not exchange and not repeated.is_equal and is_early:
                 return f"{which} does not repeat itself ({repeated.headline})"
         # Compiled code has run uncompiled, with more calls of modules than were compared before.
-        inner = found if self.exchange else locate(*again)
+        inner = found if self.exchange else locate(again[0], again[1])
         return first_operation(again[0], again[1], inner if inner.kind else found)
 
 
