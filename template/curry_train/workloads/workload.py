@@ -612,15 +612,15 @@ class LabelCount:
     def mask(self, batch: Any) -> Any:
         """Ignore the ends of rows, so that rows differ in valid targets and have at least two.
 
-        A single target of a row stays, and so do numbers, which no loss ignores.
+        Only tokens are ignored by -100: no class of a sample, no pixel, and no number.
         """
         targets = batch[self.key]
-        if targets.is_floating_point():
+        if targets.dim() != 2 or targets.is_floating_point():
             return batch
-        rows = targets.reshape(len(targets), -1)
-        valid = torch.linspace(2, rows.shape[1], len(rows), device=rows.device).round()
-        positions = torch.arange(rows.shape[1], device=rows.device)
-        ignored = (positions >= valid[:, None]).view_as(targets)
+        rows, length = targets.shape
+        valid = torch.linspace(2, length, rows, device=targets.device).round()
+        positions = torch.arange(length, device=targets.device)
+        ignored = positions >= valid[:, None]
         return {**batch, self.key: targets.masked_fill(ignored, IGNORED_TARGET)}
 
 
