@@ -256,7 +256,7 @@ def program_option(otherwise: str | None = None) -> Any:
     def read(
         trainer: str | None = option(
             "pkg.module:function that returns a Trainer of Hugging Face, Lightning's with its "
-            "module, or an Accelerator with its training.",
+            "module, or, where its loop does not run, an Accelerator with its training.",
             "FACTORY",
         ),
         script: str | None = option("Run this script, with the ARGUMENTS after --.", "FILE"),
