@@ -222,8 +222,9 @@ class Again:
             if not exchange and not repeated.is_equal and is_early:
                 return f"{which} does not repeat itself ({repeated.headline})"
         # Compiled code has run uncompiled, with more calls of modules than were compared before.
-        inner = found if self.exchange else locate(again[0], again[1])
-        return first_operation(again[0], again[1], inner if inner.kind else found)
+        a, b = again
+        inner = found if self.exchange else locate(a, b)
+        return first_operation(a, b, inner if inner.kind else found)
 
 
 def _variables(wanted: Mapping[str, str]) -> contextlib.AbstractContextManager[Any]:
