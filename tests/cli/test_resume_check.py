@@ -4,6 +4,7 @@ Run: `python -m pytest tests/cli/test_resume_check.py`.
 """
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,13 +71,15 @@ def test_a_value_that_no_part_holds_and_other_data_are_named():
 def test_an_average_that_no_step_reads_is_compared():
     model = torch.nn.Linear(2, 1)
     average = copy.deepcopy(model)
+    model.register_forward_pre_hook(lambda _, given: given[0].values)
     watch = StateWatch(3, str, "", "resumed")
     with watch.watching():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for change in (0, 0, 1):
             average.bias.data += change
-            model(torch.ones(2)).backward()
+            model(SimpleNamespace(values=torch.ones(2))).backward()
             optimizer.step()
+    assert watch.steps[0]["data order"] != [[]]
     before, equal, other = (step["after"] for step in watch.steps)
     assert before == equal != other
 

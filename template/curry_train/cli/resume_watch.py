@@ -164,10 +164,13 @@ class StateWatch:
                 first.append(tensor.detach().clone())
             elif self.mode == "data order" and first:
                 tensor = first.pop(0).to(tensor.device)
-            digests.append(digest(tensor))
             return tensor
 
-        return tree_map_only(Tensor, meet, (args, options))
+        given = tree_map_only(Tensor, meet, (args, options))
+        # A batch may be an object of the user's, or hold arrays.
+        values = leaves_of(given).values()
+        digests += [digest(it) for it in values if isinstance(it, Tensor) and it.grad_fn is None]
+        return given
 
     # The optimizer.
 
