@@ -3,6 +3,7 @@
 Run: `python -m pytest tests/runs/test_fingerprints.py`.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,11 @@ from curry_train.runs.fingerprints import read_fingerprints, users_line
 from curry_train.runs.locate import locate, settings_of
 
 from .recorded_training import Model, recorded, train
+
+
+@dataclass(slots=True)
+class Slots:
+    one: object
 
 
 def kinds(record):
@@ -121,7 +127,7 @@ def test_a_module_in_a_transform_and_one_without_values_run_as_they_do():
 def test_workers_of_a_loader_note_operations_alone():
     def collate(rows):
         values = torch.nn.Tanh()(rows[0])
-        return SimpleNamespace(values=values, array=values.numpy()[::-1])
+        return SimpleNamespace(values=values, array=Slots(values.numpy()[::-1]))
 
     with record_run("a", operations_in_step=1):
         [_] = DataLoader(torch.ones(1, 2), num_workers=1, collate_fn=collate)
@@ -129,7 +135,7 @@ def test_workers_of_a_loader_note_operations_alone():
     assert kinds(record) == {"start", "batch", "operation"}
     assert "aten.tanh.default" in {one.name for one in record if vars(one).get("worker") == 0}
     [batch] = [one for one in record if one.kind == "batch"]
-    assert [*batch.digests] == ["values", "array"]
+    assert [*batch.digests] == ["values", "array.one"]
 
 
 def test_compiled_models_are_recorded_from_outside():

@@ -638,11 +638,12 @@ def leaves_of(value: Any, name: str = "", seen: set[int] | None = None) -> Facts
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
     elif not isinstance(value, Mapping):
-        # It may be a dataclass, or a batch of graphs.
+        # It may be a batch of graphs, or a dataclass, of which one with slots has fields alone.
         if isinstance(value, type | nn.Module) or id(value) in seen:
             return {}
         seen.add(id(value))
-        value = getattr(value, "__dict__", {})
+        fields = {one: getattr(value, one, None) for one in getattr(value, "__match_args__", ())}
+        value = fields | getattr(value, "__dict__", {})
     found: Facts = {}
     for key, one in value.items():
         found |= leaves_of(one, f"{name}.{key}" if name else str(key), seen)
