@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from ..core.digest import digest, generator_digests
 from ..core.generators import generator_states, set_generator_states
 from ..core.replaced_calls import defining, replaced_calls
+from ..gates.loop_events import tensors_of
 from ..gates.loop_trace import rates_of
 from ..gates.loop_weights import instances_of
 from ..runs.fingerprints import leaves_of
@@ -153,8 +154,6 @@ class StateWatch:
             self._now["model"] = self._states("model") | self._now["model"]
         place = len(self.steps), len(self._now["data order"])
         first = self.fresh.setdefault(place, [])
-        digests: list[str] = []
-        self._now["data order"].append(digests)
 
         def meet(tensor: Tensor) -> Tensor:
             # The output of another module is no data.
@@ -168,8 +167,8 @@ class StateWatch:
 
         given = tree_map_only(Tensor, meet, (args, options))
         # A batch may be an object of the user's, or hold arrays.
-        values = leaves_of(given).values()
-        digests += [digest(it) for it in values if isinstance(it, Tensor) and it.grad_fn is None]
+        digests = [digest(one) for one in tensors_of(given) if one.grad_fn is None]
+        self._now["data order"].append(digests)
         return given
 
     # The optimizer.

@@ -680,29 +680,27 @@ def _drawing_alike(stack: contextlib.ExitStack, compile: Any, *args: Any, **opti
 def _switches() -> Facts:
     """Return what a program may have set, and what it computes by."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    found = {
-        "default dtype": str(torch.get_default_dtype()),
-        "precision of float32 matmul": torch.get_float32_matmul_precision(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "kernels of the CPU": torch.backends.cpu.get_cpu_capability(),
-        "mkldnn": torch.backends.mkldnn.enabled,
-        "cudnn": [cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32],
-        "TF32 in matmul": cuda.matmul.allow_tf32,
-        "attention: flash, efficient, math": [
+    return {
+        "switch default dtype": str(torch.get_default_dtype()),
+        "switch precision of float32 matmul": torch.get_float32_matmul_precision(),
+        "switch deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "switch kernels of the CPU": torch.backends.cpu.get_cpu_capability(),
+        "switch mkldnn": torch.backends.mkldnn.enabled,
+        "switch cudnn": [cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32],
+        "switch TF32 in matmul": cuda.matmul.allow_tf32,
+        "switch attention: flash, efficient, math": [
             cuda.flash_sdp_enabled(),
             cuda.mem_efficient_sdp_enabled(),
             cuda.math_sdp_enabled(),
         ],
     }
-    return {f"switch {name}": value for name, value in found.items()}
 
 
 def _environment() -> Facts:
     """Return versions and variables that may change what torch computes."""
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     variables = {name: os.environ[name] for name in os.environ if name.startswith(VARIABLES)}
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    facts = run_facts({}, device=device, world_size=num_ranks)
+    facts = run_facts({}, device=device, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     return {**facts, "variables": variables}
 
 
