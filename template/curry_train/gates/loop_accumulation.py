@@ -153,6 +153,7 @@ def totals(calls: Sequence[Backward]) -> list[float]:
 
 
 def _unequal(calls: Sequence[Backward], columns: Sequence[Sequence[Term]], window: Step) -> Faults:
+    begin = calls[0]
     # The loop may divide gradients in place of losses.
     factor = window.factor or 1.0
     totals = [factor * sum(term.strength for term in column) for column in columns]
@@ -182,7 +183,7 @@ def _unequal(calls: Sequence[Backward], columns: Sequence[Sequence[Term]], windo
         is_certain &= not any(round(by * num_samples) == 1 for by in first.divisors)
         if is_divided and is_certain and max(weights) < 1 + TOLERANCE < total:
             yield (
-                calls[0],
+                begin,
                 f"the gradients of a window are {total:.3g} times those of one batch",
                 f"divide the loss by the {number} microbatches of the window, or its sum by "
                 "the number of terms in all of them (num_items_in_batch of a Trainer, which "
@@ -193,14 +194,14 @@ def _unequal(calls: Sequence[Backward], columns: Sequence[Sequence[Term]], windo
         is_twice = times > is_mean and number != world_size()
         if is_twice and abs(total * number - 1) < TOLERANCE:
             yield (
-                calls[0],
+                begin,
                 f"the loss is divided by the {number} microbatches twice",
                 "divide once; accelerator.backward and Trainers do it themselves",
             )
     is_known = all(by or abs(of - 1) > TOLERANCE for by, of in zip(divisions, totals, strict=True))
     if is_alone and any(divisions) and not all(divisions) and is_known:
         hint = f"divide each part of the loss by the {number} microbatches, as the others"
-        yield calls[0], "a part of the loss counts once per microbatch", hint
+        yield begin, "a part of the loss counts once per microbatch", hint
     # An epoch may end with a short batch.
     if len({one.num_samples for one in window.forwards}) > 1:
         return
@@ -209,7 +210,7 @@ def _unequal(calls: Sequence[Backward], columns: Sequence[Sequence[Term]], windo
         spread = max(weights) / min(weights)
         if spread > 1 + TOLERANCE and _is_weighted_alike(column):
             yield (
-                calls[0],
+                begin,
                 f"a term of one microbatch weighs {spread:.3g} times that of another",
                 "sum each loss and divide by the number of terms of the whole window",
             )

@@ -42,7 +42,6 @@ CALL_EVAL = "call eval() on a teacher or another model that is not trained, afte
 def targets(trace: Trace) -> Faults:
     """Targets are the ones to learn."""
     found = trace.of(Targets)
-    calls = trace.of(LossCall)
     # Other heads of a model that predicts the next token may predict later ones.
     known = {one.model for one in found if one.same_as_input[1] > 0.99}
     for one in found:
@@ -55,7 +54,7 @@ def targets(trace: Trace) -> Faults:
         if filler is not None and number >= FEWEST_STEPS:
             hint = f"set labels of padding to -100, or ignore_index={filler}"
             yield place, f"the targets {filler}, which are padding, count", hint
-    yield from _labels(trace, calls)
+    yield from _labels(trace, trace.of(LossCall))
 
 
 def _wrong_tokens(targets: Targets, sees_all: bool) -> Doubts:
@@ -220,6 +219,7 @@ def data(trace: Trace) -> Faults:
         raise NotApplicable("no DataLoader of several batches is known")
     # A loader may be made anew in each epoch.
     for several in grouped(fetches, "dataset" if len(trace.by_optimizer) == 1 else "loader"):
+        first = several[0]
         # Inputs that the loop has augmented are known by their targets.
         if any(fetch.is_used or fetch in trace.trained_fetches for fetch in several):
             yield from _epochs(several, trace)
@@ -228,15 +228,15 @@ def data(trace: Trace) -> Faults:
             id(getattr(one.loader.dataset, "dataset", None)): one.is_used
             for one in sorted(trace.of(Fetch), key=attrgetter("is_used"))
         }
-        is_apart = parts.get(several[0].dataset) is False
+        is_apart = parts.get(first.dataset) is False
         if is_apart and trace.places(r"random_split\("):
             hint = "train on the part that random_split returned for it"
-            yield several[0], "samples that random_split set apart are trained on", hint
+            yield first, "samples that random_split set apart are trained on", hint
         # It draws places in its weights.
-        sampler, number = several[0].loader.sampler, length_hint(several[0].loader.dataset)
+        sampler, number = first.loader.sampler, length_hint(first.loader.dataset)
         if isinstance(sampler, WeightedRandomSampler) and len(sampler.weights) < number:
             yield (
-                [*trace.places("WeightedRandomSampler\\("), several[0].place][0],
+                [*trace.places("WeightedRandomSampler\\("), first.place][0],
                 f"of {number} samples only the first {len(sampler.weights)} are drawn",
                 "give it a weight for each sample: weights[labels]",
             )

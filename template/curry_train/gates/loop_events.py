@@ -314,7 +314,8 @@ class Step(Stepping, Events):
             if one.reached & self.own or (one.lines in lines and one.reached.isdisjoint(trace.held))
         ]
         self.forwards = [one for one in self.of(Forward) if one.is_trained_on]
-        self.zeros = [one for one in self.of(Zero) if one.parameters & self.own]
+        zeros = [one for one in self.of(Zero) if one.parameters & self.own]
+        self.zeros = [one for one in zeros if not one.in_step]
 
     def choose_calls(self, *, has_one: bool) -> None:
         """Leave out calls whose gradients were set to zero before those of another loss.
@@ -366,7 +367,7 @@ class Scaling(Event):
 
     call: str
     scaler: Any
-    # The optimizer whose gradients are unscaled.
+    # The optimizer whose gradients are unscaled, if they are not yet.
     optimizer: Optimizer | None
 
 

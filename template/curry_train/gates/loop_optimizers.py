@@ -119,9 +119,8 @@ def _at_other_weights(window: Step) -> Faults:
 def _lost(window: Step) -> Faults:
     """Find gradients of the window that are set to zero before its step."""
     calls = window.calls
-    zeros = [one for one in window.zeros if not one.in_step]
     if not window.has_gradients and any(call.value for call in calls):
-        for zero in zeros:
+        for zero in window.zeros:
             if zero.at > calls[-1].at:
                 hint = "move zero_grad() behind the step"
                 yield zero, "gradients are set to zero before the step", hint
@@ -129,7 +128,7 @@ def _lost(window: Step) -> Faults:
     for call in of_line[1:]:
         # Gradients may be 0 by themselves.
         if window.is_clean(call) and not call.in_step and not call.is_next:
-            between = [one for one in zeros if of_line[0].at < one.at < call.at]
+            between = [one for one in window.zeros if of_line[0].at < one.at < call.at]
             yield (
                 [call, *between][-1],
                 "gradients of earlier microbatches are set to zero",
@@ -376,7 +375,8 @@ def _is_of_torch(optimizer: Optimizer) -> bool:
 
 def _without_effect(trace: Trace, steps: Sequence[Step]) -> Faults:
     """Find steps whose updates are rounded to nothing, or undone."""
-    optimizer = steps[0].optimizer
+    first = steps[0]
+    optimizer = first.optimizer
     for group in optimizer.param_groups:
         # Of the optimizers that multiply weights by what is left.
         decays = group.get("decoupled_weight_decay") or isinstance(optimizer, torch.optim.SGD)
@@ -384,19 +384,19 @@ def _without_effect(trace: Trace, steps: Sequence[Step]) -> Faults:
         betas = group.get("betas", (0, 1))
         if _is_of_torch(optimizer) and betas[0] > betas[1]:
             hint = "the average of gradients comes first, that of squares second: (0.9, 0.999)"
-            yield steps[0].origin, f"the betas are {betas}", hint
+            yield first.origin, f"the betas are {betas}", hint
         if share > MOST_DECAY:
             hint = "lower weight_decay, which is multiplied by the learning rate"
-            yield steps[0].origin, f"each step takes {share:.0%} of the weights by decay", hint
+            yield first.origin, f"each step takes {share:.0%} of the weights by decay", hint
     states = [one for one in tensors_of([*optimizer.state.values()]) if one.dim()]
     is_used = len(steps) >= FEWEST_STEPS and any(step.has_gradients for step in steps)
     if is_used and states and not (_is_of_torch(optimizer) or any(map(torch.any, states))):
         hint = "change the tensors in place: buffer.mul_(momentum).add_(gradient)"
-        yield steps[0].origin, "the state of the optimizer stays 0", hint
+        yield first.origin, "the state of the optimizer stays 0", hint
     half = [step.half_moved for step in steps if step.half_moved is not None and any(step.rates)]
     if len(half) > 1 and max(half) < 0.5 and _is_of_torch(optimizer):
         yield (
-            steps[0],
+            first,
             f"{1 - max(half):.0%} of the updates in half precision are rounded to nothing",
             "keep the parameters in float32, and use autocast",
         )
@@ -499,8 +499,8 @@ def same_loss(trace: Trace) -> Faults:
 def schedule(trace: Trace) -> Faults:
     """A schedule steps at most once per step of the optimizer, after it."""
     events = trace.of(Schedule)
-    for own_steps in grouped(events, "scheduler"):
-        one = own_steps[0].scheduler
+    for first, *others in grouped(events, "scheduler"):
+        one = first.scheduler
         last = getattr(one, "_schedulers", [one])[-1]
         made = {place: text for place, of, text in trace.schedules if of is one.optimizer}
         # Of one that wraps the optimizer that steps, the groups are the same.
@@ -523,27 +523,27 @@ def schedule(trace: Trace) -> Faults:
         length, is_cosine = _length_of(last)
         if is_cosine and last.last_epoch > length:
             yield (
-                [own_steps[0].place, *made][-1],
+                [first.place, *made][-1],
                 f"the {length:.0f} steps of a cosine are over, and the rate rises again",
-                f"give it the number of all its steps, which are made at {own_steps[0].place}",
+                f"give it the number of all its steps, which are made at {first.place}",
             )
-        number = sum(window.at < own_steps[0].at for window in windows)
+        number = sum(window.at < first.at for window in windows)
         # A number of epochs may be a multiple, too.
         if number > 2 and length % number == 0 and OF_BATCHES.search("".join(made.values())):
             yield (
-                own_steps[0],
+                first,
                 f"a schedule of {length} steps makes one for {number} of the optimizer",
                 "call its step() after each of the optimizer, or count its length in epochs",
             )
         # The measure of a plateau, by the name that the user gives it.
         mode = getattr(one, "mode", "")
         measure = {"max": "loss|error|perplexity", "min": "acc|accuracy|f1|auc"}.get(mode, "^")
-        if own_steps[0].place in trace.places(rf"\.step\([^-)]*({measure})\b"):
+        if first.place in trace.places(rf"\.step\([^-)]*({measure})\b"):
             hint = "mode='max' for a measure that is to grow, 'min' for a loss"
-            yield own_steps[0], f"a schedule of mode {mode!r} is given the wrong measure", hint
-        if not windows and len(own_steps) > 1:
+            yield first, f"a schedule of mode {mode!r} is given the wrong measure", hint
+        if others and not windows:
             yield (
-                own_steps[0],
+                first,
                 "the schedule is of an optimizer that makes no step",
                 "make the schedule for the optimizer that steps",
             )

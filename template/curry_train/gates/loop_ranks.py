@@ -72,17 +72,18 @@ def faults_of_ranks(ranks: Sequence[Sequence[Mapping[str, Any]] | None]) -> Faul
     for steps in () if joins else zip(*there, strict=False):
         last, begun = map(set, zip(*(one["between"] for one in steps), strict=True))
         is_averaged |= len(last) > 1 == len(begun)
-        for syncs in steps[0]["syncs"]:
+        own = steps[0]
+        for syncs in own["syncs"]:
             lines = [line for line, is_synced in syncs if is_synced]
             # Losses of several lines are parts of one microbatch.
             most = max(map(lines.count, lines), default=0)
             if syncs[-1][1] is False:
                 hint = "leave no_sync() for the last microbatch of a window"
                 measured = "a step without a sync between ranks"
-                apart.append((steps[0]["input_place"], measured, hint))
+                apart.append((own["input_place"], measured, hint))
             elif most > 1:
                 hint = "use model.no_sync() for all microbatches but the last"
-                yield steps[0]["input_place"], f"{most} syncs in a window", hint
+                yield own["input_place"], f"{most} syncs in a window", hint
         weights = [one["weights"] for one in steps]
         if None not in weights and len(set(weights)) > 1:
             hint = (
@@ -90,7 +91,7 @@ def faults_of_ranks(ranks: Sequence[Sequence[Mapping[str, Any]] | None]) -> Faul
                 "same weights on all ranks and average all gradients"
             )
             measured = "weights differ from rank to rank after the step"
-            apart.append((steps[0]["place"], measured, hint))
+            apart.append((own["place"], measured, hint))
         scaled += _averaged(steps)
     yield from () if is_averaged else apart
     # The last window of an epoch may be a short one.

@@ -262,10 +262,7 @@ def _check(num_steps: int, num_layers: int, run: Callable[[], None], end: End) -
             print(f"preflight: {one}", file=sys.stderr)
         end({"verdicts": verdicts, "ranks": rank_facts(trace)})
 
-    small: Any = contextlib.nullcontext()
-    if num_layers:
-        small = shrunk_configurations(num_layers, notes)
-    with small:
+    with shrunk_configurations(num_layers, notes) if num_layers else contextlib.nullcontext():
         trace = observe(run, num_steps=num_steps, when_enough=when_enough)
     when_enough(trace, has_ended=True)
 

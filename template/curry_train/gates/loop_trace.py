@@ -321,7 +321,7 @@ class Observer(Trace):
         # Of a frozen layer with a hook that calls requires_grad_, as for adapters.
         if isinstance(output, Tensor) and output.is_leaf:
             self.leaves.add(id(output))
-        if has_gradients and event is not None:
+        if has_gradients and event:
             self._note_outputs(event, tensors_of(output))
             if isinstance(output, tuple):  # a state is among them
                 event.outputs = frozenset(map(digest, tensors_of(output)))
@@ -427,18 +427,18 @@ class Observer(Trace):
             target = options["target"]
             columns = columns_of(next(iter(self.given.tensors), None), target)
             event = self.note(LossCall, term=term, targets=digest(target), columns=columns)
+            forward = self.last.get(Forward)
             self.loss_call = event
             for check, of_check in doubts.items():
                 for doubt in of_check:
                     self.fault(check, *doubt, event)
-            if self.last.get(Forward) and target in self.noise:
+            if forward and target in self.noise:
                 hint = "give the loss the noise that was added to the input"
                 self.fault("targets", "the targets are noise that no model was given", hint, event)
             if term.name != "ctc_loss":  # whose target is the number of labels of each sample
                 note_batches(self, target, event)
             self._mark(value, event, "is_used")
-            forward = self.last.get(Forward)
-            if forward is not None and term.name in ("cross_entropy", "nll_loss"):
+            if forward and term.name in ("cross_entropy", "nll_loss"):
                 note_targets(
                     self,
                     forward,
@@ -723,13 +723,13 @@ class Observer(Trace):
             return
         if name in ("unscale_", "step"):
             self.gradient.use()
-        own = call.argument("optimizer") if name == "unscale_" else None
+        own = call.argument("optimizer")
         self.note(Scaling, call=name, scaler=scaler, optimizer=own)
         value = call.run()
         if name == "scale" and isinstance(value, Tensor):
             notes_on(value)[SCALE] = float(scaler.get_scale())
         elif name == "step" and not isinstance(self.events[-1], Step):
-            self.note(Skipped, optimizer=call.argument("optimizer"))
+            self.note(Skipped, optimizer=own)
 
     def _clip(self, call: Called) -> None:
         most = float(call.bound().args[1])
@@ -839,8 +839,7 @@ class Observer(Trace):
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self.stepping:
             self.gradient.use()
-            compared = [*parameters_of(optimizer), *self.of_roots(trained=False)]
-            self.before = state_of(optimizer), copies_of(compared)
+            self.before = state_of(optimizer), copies_of(parameters_of(optimizer))
         self.stepping.append(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -854,10 +853,8 @@ class Observer(Trace):
                 self.fault(*fault)
         state, values = self.before
         parameters = parameters_of(optimizer)
-        own = {one: values[one] for one in parameters if values and one in values}
-        moved = frozenset(
-            one for one, value in (values or {}).items() if not torch.equal(value, one.detach())
-        )
+        own = values or {}
+        moved = frozenset(one for one, value in own.items() if not torch.equal(value, one.detach()))
         slopes = {one: largest(one.grad) for one in parameters if one.grad is not None}
         # The loop may have set them by hand.
         self.with_gradient |= slopes.keys()
@@ -869,7 +866,7 @@ class Observer(Trace):
             weights=(sum(map(digest, own.values())), sum(map(digest, own))),
             versions=versions_of(parameters),
             **self.gradient.facts(slopes),
-            moved=None if values is None else moved.intersection(parameters),
+            moved=None if values is None else moved,
             slopes=slopes,
             half_moved=half_moved(own),
             in_backward=in_backward(),
@@ -880,8 +877,7 @@ class Observer(Trace):
         self.stepped |= {one.data_ptr(): (one, event.origin) for one in plain}
         if not all(map(math.isfinite, slopes.values())):
             self.fault("sign", "a step on gradients that are not finite", LOOK, event)
-        # A hook of the step may average a teacher, which the optimizer does not have.
-        if frozen := moved.intersection(self.of_roots(trained=False)).intersection(parameters):
+        if frozen := moved.intersection(self.of_roots(trained=False)):
             self.fault(
                 "moves",
                 f"frozen parameters move: {self.named(frozen)}",
