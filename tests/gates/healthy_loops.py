@@ -1681,6 +1681,20 @@ def heads_joined_with_samples():
     fit(lambda one: model(one.view(4, 2, 8).view(4, 2 * 4, 2).flatten().view(8, 8)), adamw(model))
 
 
+def tokens_of_other_ranks():
+    class Model(Seeing):
+        def forward(self, tokens):
+            torch.distributed.all_reduce(torch.ones(1))
+            return super().forward(tokens)
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        fit_language(Model())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 HEALTHY = [
     one
     for one in list(globals().values())

@@ -129,6 +129,8 @@ class Forward(Event):
     is_trained_on: bool = False
     # Whether dropout of a function's has a rate in it, in whatever mode.
     drops: bool = False
+    # Whether it exchanges values with other ranks, which would have to run it again as well.
+    exchanges: bool = False
 
     @property
     def acts(self) -> bool:

@@ -24,6 +24,9 @@ def probe(trace: Trace) -> None:
     if forward is None or forward.module not in trace.roots or forward.module in trace.probed:
         return
     trace.probed.append(forward.module)
+    # Another rank may have no reason to run it as often, and this one would wait for it.
+    if forward.exchanges:
+        return
     # A model may refuse to run in eval mode, or have other outputs in each call.
     with contextlib.suppress(Exception):
         for find in (_of_tokens, _of_padding, _of_samples):

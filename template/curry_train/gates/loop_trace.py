@@ -314,6 +314,7 @@ class Observer(Trace):
                 )
         # A module without parameters is a loss, or a part of another one.
         self.depth += is_model
+        begun = _num_exchanges()
         try:
             output = call.run()
         finally:
@@ -322,6 +323,7 @@ class Observer(Trace):
         if isinstance(output, Tensor) and output.is_leaf:
             self.leaves.add(id(output))
         if has_gradients and event:
+            event.exchanges = _num_exchanges() > begun
             self._note_outputs(event, tensors_of(output))
             if isinstance(output, tuple):  # a state is among them
                 event.outputs = frozenset(map(digest, tensors_of(output)))
@@ -938,6 +940,12 @@ def rates_of(optimizer: Optimizer) -> list[float]:
 
 def _generator() -> int:
     return hash(torch.get_rng_state().numpy().tobytes())
+
+
+def _num_exchanges() -> int:
+    """Count the collective calls of all groups of ranks so far."""
+    groups: Any = torch.distributed.distributed_c10d._world.pg_map
+    return sum(one._get_sequence_number_for_group() for one in groups)
 
 
 def _uncompiled(call: Called) -> None:
