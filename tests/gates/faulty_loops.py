@@ -1327,6 +1327,14 @@ def recurrent_over_the_batch():
     fit(Layers(nn.LSTM(16, 16)), None, sequences())  # here: sample
 
 
+def language_over_the_batch():
+    model = Language()
+    layer = nn.LSTM(16, 16)
+    model.layers = nn.ModuleList([layer])
+    layer.register_forward_hook(lambda *called: called[-1][0])
+    fit_language(model)  # here: sample
+
+
 def positions_over_the_batch():
     fit(Layers(Codes()), None, sequences())  # here: sample
 
@@ -1869,7 +1877,7 @@ FAULTY = {
         targets_with_a_gradient_first, mask_inverted,
         teacher_that_learns_from_its_student,
         padding_counts_without_a_mask, padding_counts_in_words_of_speech, attention_to_padding,
-        recurrent_over_the_batch,
+        recurrent_over_the_batch, language_over_the_batch,
         attention_over_the_batch,
         positions_over_the_batch, first_token_alone, weights_over_the_batch,
         decoder_given_its_targets, logits_of_the_token_itself, outputs_of_no_input,

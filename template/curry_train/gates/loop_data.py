@@ -43,7 +43,7 @@ def targets(trace: Trace) -> Faults:
     """Targets are the ones to learn."""
     found = trace.of(Targets)
     # Other heads of a model that predicts the next token may predict later ones.
-    known = {one.model for one in found if one.same_as_input[1] > 0.99}
+    known = {one.model for one in trace.next_tokens}
     for one in found:
         is_other = one.may_be_shifted and one.model not in trace.sees_last
         sees_all = is_other or one.model in known.union(trace.sees_all)

@@ -562,6 +562,11 @@ class Trace(Events, Blank):
         """Return the parameters of the models that are trained, or are frozen."""
         return [one for one in self.roots.parameters() if one.requires_grad is trained]
 
+    @property
+    def next_tokens(self) -> "list[Targets]":
+        """The targets that are the next tokens of the model's input."""
+        return [one for one in self.of(Targets) if one.same_as_input[1] > 0.99]
+
     def named(self, parameters: Iterable[Tensor]) -> str:
         """Return the names of some parameters, in a few words."""
         names = self.living | self.names

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from ..core.measure import as_trained
 from ..workloads.models import LIBRARIES
-from .loop_events import Faults, Forward, LossCall, Targets, Trace, tensors_of
+from .loop_events import Faults, Forward, LossCall, Trace, tensors_of
 
 
 def probe(trace: Trace) -> None:
@@ -47,8 +47,8 @@ def _of_tokens(trace: Trace, forward: Forward) -> Faults:
     dims = [dim for dim in (time, 2) if len(shape) == 3 and shape[dim] == last + 1]
     if len(dims) == 1 and _differ(*(one.narrow(dims[0], 0, last) for one in both)):
         trace.sees_all.append(module)
-        for one in trace.of(Targets):
-            if one.model is module and one.same_as_input[1] > 0.99:
+        for one in trace.next_tokens:
+            if one.model is module:
                 hint = "mask attention to later tokens, is_causal=True; no bidirectional layer"
                 yield one, "the model sees the tokens that it has to predict", hint
     elif len(dims) == 1 and _differ(*both):
@@ -106,7 +106,10 @@ def _of_samples(trace: Trace, forward: Forward) -> Faults:
     """Find layers that take the samples of a batch for the steps of a sequence."""
     tensors = trace.given.tensors
     call = trace.last.get(LossCall)
-    if not tensors or call is None or call.columns is None:
+    is_known = call is not None and call.columns is not None
+    # Where the targets are the next tokens of a row, the rows are the samples.
+    is_language = forward.time_dim and any(one.model is forward.module for one in trace.next_tokens)
+    if not tensors or not (is_known or is_language):
         return
     given = tensors[0]
     # Of equal sizes, and of a batch of one, it is not known which one is the batch.
@@ -129,7 +132,7 @@ def _of_samples(trace: Trace, forward: Forward) -> Faults:
         )
         # A loader's batch and rows of tokens are known to be no nodes of a graph.
         is_loaded = any({*one.digests} & {*forward.digests} for one in trace.fetched.values())
-        is_loaded |= given is forward.tokens
+        is_loaded |= given is forward.tokens and is_known
         is_loaded &= all(getattr(one, "track_running_stats", True) for one in modules)
         hint = (
             "give recurrent layers and attention batch_first=True, or a tensor with time first; "
