@@ -929,6 +929,15 @@ def masked_values_over_all():
     fit(Language(), None, texts(14), loss=loss)  # here: sample
 
 
+def changed_gradients_of_the_step_before():
+    model, optimizer = started()
+    for batch in loader():
+        loss_of(model, batch).backward()
+        for one in model.parameters():
+            one.grad += 0.1 * torch.randn_like(one)
+        optimizer.step()  # here
+
+
 def trial_gradients_added():
     model = classifier()
     model[-1].requires_grad_(False)
@@ -1819,6 +1828,7 @@ FAULTY = {
     ],
     "zeroed": [
         end_of_an_epoch_lost, stepped_twice, zeroed_by_hand_per_microbatch,
+        changed_gradients_of_the_step_before,
         gradients_of_the_generator, attack_left_in_the_gradients, extra_parameter_never_zeroed,
         trial_gradients_added, trial_weights_stay, backward_in_an_evaluation,
     ],

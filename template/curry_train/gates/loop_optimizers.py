@@ -67,8 +67,6 @@ def zeroed(trace: Trace) -> Faults:
                     "call optimizer.step() once per backward of a window, then zero_grad()",
                 )
             continue
-        if window.is_by_hand:
-            continue
         if not any(map(window.is_clean, calls)):
             yield (
                 # A zero_grad of this window comes too late, or leaves parameters out.
@@ -76,6 +74,8 @@ def zeroed(trace: Trace) -> Faults:
                 "a step with gradients of the step before",
                 "call optimizer.zero_grad() once per step, before the first backward",
             )
+        if window.is_by_hand:
+            continue
         yield from _at_other_weights(window)
         for attack, call in itertools.pairwise(calls):
             if attack.of_inputs and attack.lines != call.lines and not window.is_clean(call):
