@@ -324,6 +324,13 @@ def half_without_a_scaler():
 # Losses and targets.
 
 
+def logarithm_of_probabilities():
+    def loss(logits, labels):
+        return -logits.softmax(1).log_softmax(1)[torch.arange(8), labels].mean()  # here
+
+    fit(loss=loss)
+
+
 def relu_behind_the_last_layer():
     fit(nn.Sequential(classifier(), nn.ReLU(), nn.LogSoftmax(1)), loss=F.nll_loss)  # here: sample
 
@@ -1872,7 +1879,7 @@ FAULTY = {
     "logits": [
         probabilities_as_logits_of_actions, columns_viewed_as_rows, columns_inside_of_a_model,
         noise_times_a_variance,
-        relu_behind_the_last_layer, each_with_each, each_with_a_table,
+        logarithm_of_probabilities, relu_behind_the_last_layer, each_with_each, each_with_a_table,
         advantage_of_each_at_each, advantage_of_targets_at_each, softmax_over_the_batch,
         probabilities_for_an_imported_loss, probabilities_in_the_second_stage,
         viewed_instead_of_transposed, pixels_viewed_as_rows, gains_weighed_each_with_each,

@@ -224,6 +224,7 @@ class Observer(Trace):
         yield self._pure, Tensor, *PURE
         yield self._pure, torch, "clamp"
         yield self._pure, F, "normalize", "softmax"
+        yield self._log_softmax, Tensor, "log_softmax"
         yield self._loss, F, *ON_CLASSES, *ON_VALUES
         yield self._signs, F, *ON_SIGNS
         yield self._dropout, F, "dropout", "dropout1d", "dropout2d", "dropout3d"
@@ -397,6 +398,11 @@ class Observer(Trace):
             type(one).__name__.endswith(SHIFTS) for one in event.module.modules()
         ):
             note_targets(self, event, labels[:, 1:])
+
+    def _log_softmax(self, call: Called) -> None:
+        if made_by(call.owner) == "Softmax":
+            hint = "give it the values before softmax"
+            self.fault("logits", "log_softmax gets probabilities", hint)
 
     def _signs(self, call: Called) -> None:
         target = call.argument("target")
