@@ -1661,6 +1661,18 @@ def model_as_its_own_reference():
         step(optimizer, -F.logsigmoid((model(inputs) - reference).mean()))  # here: backward
 
 
+def drawn_to_themselves():
+    model = classifier()
+    kept = [one.detach() for one in model.parameters()]
+
+    def loss(logits, labels):
+        pairs = zip(model.parameters(), kept, strict=True)
+        change = sum((one - other).square().sum() for one, other in pairs)  # here
+        return F.cross_entropy(logits, labels) + change
+
+    fit(model, loss=loss)
+
+
 def pairs_of_equals():
     def loss(scores, _):
         better, worse = scores.chunk(2)
@@ -1858,6 +1870,7 @@ FAULTY = {
         state_that_stays_0, second_derivative_of_a_relu,
         average_begun_elsewhere, rounded_before_a_norm, average_in_the_optimizer,
         weights_decayed_away, flag_misspelt, module_with_a_flag, no_weight_loaded,
+        drawn_to_themselves,
         model_as_its_own_reference, pairs_of_equals, adapter_frozen, betas_swapped,
         one_layer_many_times, best_weights_without_a_copy, weights_compared_with_themselves,
     ],

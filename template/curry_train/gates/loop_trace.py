@@ -489,8 +489,13 @@ class Observer(Trace):
             self._note_share(value, both[0], *call.args)
         # `first` has no gradient, if one of them has none.
         first, *_, other = sorted(both * 2, key=attrgetter("requires_grad"))
-        is_difference = name == "__sub__" and len(both) > 1 and first.requires_grad
-        is_known = is_difference and is_plain(value) and value.shape[:1].numel() > 1
+        is_difference = name == "__sub__" and len(both) > 1 and all(map(is_plain, both))
+        is_known = is_difference and (
+            first.requires_grad
+            # A weight and its own memory, as that of detach().
+            or (other.is_leaf and first.data_ptr() == other.data_ptr())
+        )
+        is_known &= value.shape[:1].numel() > 1
         if is_known and first.any() and not value.any():
             self.fault(
                 "moves",
