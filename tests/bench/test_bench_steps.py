@@ -177,7 +177,7 @@ def test_mfu_counts_the_models_flops_once_and_hfu_all_that_ran():
     assert full.mfu == plain.mfu
     assert full.hfu == full.executed_flops / 0.5 / 1e9 > full.mfu
     assert full.terms_per_second == 4 / 0.5
-    above = figures(Case(ROWS), peak=1e3, clock=ticking(0.5)).plain
+    above = figures(Case(ROWS), peak=1e3, clock=ticking(0.5)).rows[0]
     assert "above the peak (as given)" in above.notes[0]
 
 
@@ -332,6 +332,9 @@ def test_half_precision_is_that_of_the_weights_or_of_the_products():
     cast = step_with("autocast")
     assert next(cast.model.parameters()).dtype == torch.float32
     assert cast.dtype_of_products == torch.bfloat16
+    own = step_with("none", replace(SMALL, loss=torch.autocast("cpu", torch.bfloat16)(SMALL.loss)))
+    own.count_flops()
+    assert own.dtype_of_products == torch.bfloat16
     product = replace(SMALL, loss=lambda *_: torch.ones(1, 1) @ torch.ones(1, 1))
     for name, dtype in (("autocast", torch.bfloat16), ("none", torch.float32)):
         assert step_with(name, product).loss(None, None).dtype == dtype

@@ -71,10 +71,6 @@ class Bench:
     rows: list[Figures]
     notes: list[str] = field(default_factory=list)  # about the machine
 
-    @property
-    def plain(self) -> Figures:
-        return self.rows[0]
-
     def to_json(self) -> dict[str, Any]:
         figures = asdict(self)
         for row, values in zip(self.rows, figures["rows"], strict=True):
@@ -116,9 +112,7 @@ def complete_figures(row: Figures, plain: Figures, *, precision: torch.dtype | N
 def timing_notes(rows: Sequence[Figures]) -> list[str]:
     """Warn where step times spread widely."""
     wide = [row.name for row in rows if row.step and row.step.relative > WIDE_SPREAD]
-    if not wide:
-        return []
-    return [
+    return wide and [
         f"the steps of {', '.join(wide)} spread over more than {WIDE_SPREAD:.0%} of their median: "
         "do not rely on the seconds; use the ratios and their intervals, or run on a quiet machine"
     ]
@@ -134,9 +128,7 @@ def _training_notes(row: Figures, plain: Figures, bound: float) -> list[str]:
         if ours is None or theirs is None or math.isclose(ours, theirs, rel_tol=bound):
             continue
         differences.append(f"{what} {ours:.5g}, plain {theirs:.5g}")
-    if not differences:
-        return []
-    return [
+    return differences and [
         f"{'; '.join(differences)}: changes the training result, unless random numbers or batch "
         "statistics are drawn per microbatch. Run the gates of the technique"
     ]
@@ -197,9 +189,11 @@ def measure_levers(
             tell=tell,
         )
         require_plain(rows[0], case)
+    plain = alive[0][1]
+    dtype = plain.dtype_of_products
     for row, step in alive:
-        is_same = step.case.workload is case.workload and step.dtype_of_products == case.dtype
-        complete_figures(row, rows[0], precision=case.dtype if is_same else None)
+        is_same = step.case.workload is case.workload and step.dtype_of_products == dtype
+        complete_figures(row, rows[0], precision=dtype if is_same else None)
     return Bench(
         workload=case.workload.name,
         device=str(case.device),
@@ -208,7 +202,7 @@ def measure_levers(
         batch_size=case.batch_size,
         rounds=rounds,
         warmup=warmup,
-        unit=alive[0][1].unit,
+        unit=plain.unit,
         rows=rows,
         notes=timing_notes(rows),
     )

@@ -201,7 +201,7 @@ def measure_savings(
                 if row.outcome != OUT_OF_MEMORY_OUTCOME:
                     require_plain(row, case)
             if record is not None and plain is not None:
-                _compare(row, record, rows[0], plain, case)
+                _compare(row, record, rows[0], plain, alive[0][1])
         time_setups(
             alive,
             case,
@@ -249,7 +249,8 @@ def _measure(
         row.forward_flops = flops.forward
         row.backward_flops = flops.backward
         if not is_compiled:
-            row.blocks_held_bytes = _held_by_blocks(case, model)
+            with step.noting_autocast():
+                row.blocks_held_bytes = _held_by_blocks(case, model)
         if row.name == "offload":
             row.facts = moved_bytes(model)
             row.stays_here = case.device.type == "cpu"
@@ -271,20 +272,25 @@ def _held_by_blocks(case: Case, model: nn.Module) -> int:
 
 
 def _compare(
-    row: SavingsRow, record: StepRecord, plain_row: SavingsRow, plain: StepRecord, case: Case
+    row: SavingsRow,
+    record: StepRecord,
+    plain_row: SavingsRow,
+    plain: StepRecord,
+    step: TrainingStep,
 ) -> None:
     """Fill in what is relative to the plain step; one whose loss is not finite is an error."""
     if not plain.loss.isfinite():
         raise WorkloadError(
-            f"{case.workload.name}, batch size {case.batch_size}: the loss of a plain step is "
-            f"{plain.loss.item()}, with which nothing can be compared: grad-flow names the "
-            "layer that it begins in"
+            f"{row.label}: the loss of a plain step is {plain.loss.item()}, with which nothing "
+            "can be compared: grad-flow names the layer that it begins in"
         )
     row.blocks_held_ratio = ratio_of(row.blocks_held_bytes, plain_row.blocks_held_bytes)
     row.peak_ratio = ratio_of(row.peak_bytes, plain_row.peak_bytes)
     row.recompute_flops = row.backward_flops - plain_row.backward_flops
     row.recompute_ratio = ratio_of(row.recompute_flops, plain_row.forward_flops)
-    parity = compare(plain, record, tolerance=OUTER_BOUND[case.dtype])
+    # Compiled code rounds less often than the autocast of the model.
+    dtype = step.dtype_of_products if row.blocks_held_bytes is None else step.case.dtype
+    parity = compare(plain, record, tolerance=OUTER_BOUND[dtype])
     row.worst_error = parity.worst if math.isfinite(parity.worst) else None
     description = parity.describe(most=1)
     row.parity = description if parity.holds else f"differs: {description}"

@@ -7,16 +7,17 @@ A plus joins several levers, which are applied in that order.
 Proof: `python -m pytest tests/bench/test_bench_steps.py`.
 """
 
-import contextlib
 import functools
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..core.generators import seed_generators
 from ..core.measure import FlopCount, bytes_on_device, is_out_of_memory, peak_of_step, tensors_in
@@ -26,6 +27,7 @@ from ..core.wording import did_you_mean, error_in_a_line
 from ..plan.optimizers import make_optimizer
 from ..plan.saved import Plan
 from ..primitives import chunked_loss
+from ..primitives.autocast import Autocast, autocast_now
 from ..primitives.grad_accum import GradientAccumulation, WindowResult, train_window
 from ..primitives.strategies import STRATEGIES, Apply, Sample
 from ..workloads.workload import Case, WorkloadError, batch_size
@@ -245,6 +247,8 @@ class TrainingStep:
     ) -> None:
         self.case = replace(case, dtype=lever.dtype or case.dtype)
         self.lever = lever
+        # The autocast that the model or its loss sets by itself.
+        self.autocast: Autocast = {**like.autocast} if like else {}
         self.device = case.device
         self.model = self.case.build()
         self.window = self._window(self.case.batch() if batch is None else self.case.place(batch))
@@ -274,7 +278,7 @@ class TrainingStep:
     def loss(self, module: nn.Module, microbatch: Any) -> Tensor:
         """Return the loss of a microbatch, summed over its terms."""
         dtype = self.lever.autocast
-        with torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext():
+        with torch.autocast(self.device.type, dtype) if dtype else nullcontext():
             return self.case.workload.loss(module, microbatch)
 
     def mean_loss(self, module: nn.Module, microbatch: Any) -> Tensor:
@@ -295,7 +299,12 @@ class TrainingStep:
 
     @property
     def dtype_of_products(self) -> torch.dtype:
-        return self.lever.autocast or self.case.dtype
+        """The dtype in which most products are computed; known after a step or forward."""
+        return self.lever.autocast or self.autocast.get(self.device.type, self.case.dtype)
+
+    def noting_autocast(self) -> AbstractContextManager[Any]:
+        """Note the autocast in which modules are called inside the context."""
+        return register_module_forward_pre_hook(lambda *_: self.autocast.update(autocast_now()))
 
     def count_flops(self) -> int:
         """Count the FLOPs of the whole step, recompute included."""
@@ -306,7 +315,7 @@ class TrainingStep:
                 for microbatch in self.window
             )
             return sum(count.total for count in counts)
-        with FlopCount() as count:
+        with FlopCount() as count, self.noting_autocast():
             self()
         return count.flops
 

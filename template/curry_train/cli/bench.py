@@ -40,7 +40,7 @@ from .screen import Ended, fill_screen, messages_on_screen, screen_command, tabl
 
 def bench_table(bench: Bench) -> str:
     """Return the measured setup, the figures, remarks on them, and a legend."""
-    plain = bench.plain
+    plain = bench.rows[0]
     setup = [
         f"{bench.workload}, batch size {bench.batch_size}, {bench.dtype}, {bench.optimizer}, on "
         f"{bench.device}: {bench.rounds} rounds after {bench.warmup} to warm up, all "
@@ -97,7 +97,7 @@ def _legend(bench: Bench) -> Iterator[str]:
     yield "MiB: peak memory of a step, weights and optimizer state included"
     known = [row for row in bench.rows if row.peak_flops_per_second]
     if not known:
-        yield f"MFU and HFU are unknown: {bench.plain.peak_source}"
+        yield f"MFU and HFU are unknown: {bench.rows[0].peak_source}"
         return
     yield "MFU: the model's FLOPs over peak; HFU: executed FLOPs, recompute included"
     for rate, source in dict.fromkeys(
