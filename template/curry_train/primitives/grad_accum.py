@@ -206,7 +206,6 @@ class StepInBackward(Optimizer):
     ) -> None:
         self.make = make
         self.parts = {one: make([one]) for one in parameters if one.requires_grad}
-        self._num_pauses = 0
         self._hooks: list[Any] = []
         super().__init__([*self.parts], {})
         self.param_groups = [group for part in self.parts.values() for group in part.param_groups]
@@ -216,9 +215,7 @@ class StepInBackward(Optimizer):
     def attach(self) -> None:
         """Step in backward; an optimizer that is copied does not until this is called."""
         self.detach()
-        self._hooks = [
-            one.register_post_accumulate_grad_hook(self._step_in_backward) for one in self.parts
-        ]
+        self._hooks = [one.register_post_accumulate_grad_hook(self._step_one) for one in self.parts]
 
     def detach(self) -> None:
         """Step in `step` alone."""
@@ -229,15 +226,11 @@ class StepInBackward(Optimizer):
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Let gradients add up inside, as in every microbatch of a window but the last."""
-        self._num_pauses += 1
+        self.detach()
         try:
             yield
         finally:
-            self._num_pauses -= 1
-
-    def _step_in_backward(self, parameter: Tensor) -> None:
-        if not self._num_pauses:
-            self._step_one(parameter)
+            self.attach()
 
     def _step_one(self, parameter: Tensor) -> None:
         part = self.parts[parameter]
