@@ -113,6 +113,14 @@ def test_a_state_dict_and_a_copy_go_on_with_its_own_weights_and_state(train_one)
     assert all_equal(module.parameters(), other.parameters())
 
 
+def test_a_pause_does_not_let_a_copy_step_in_backward():
+    module, optimizer = copy.deepcopy(stepping())
+    with optimizer.paused():
+        pass
+    square_sum(module, microbatches(1)[0]).backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
 @pytest.mark.parametrize(
     "options",
     [{"clip_norm": 1.0}, {"scaler": torch.amp.GradScaler("cpu")}, {"joint_loss": sum}],

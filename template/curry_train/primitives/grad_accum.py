@@ -226,11 +226,14 @@ class StepInBackward(Optimizer):
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Let gradients add up inside, as in every microbatch of a window but the last."""
+        hooks = self._hooks
         self.detach()
         try:
             yield
         finally:
-            self.attach()
+            # A copy that does not step in backward does not begin to.
+            if hooks:
+                self.attach()
 
     def _step_one(self, parameter: Tensor) -> None:
         part = self.parts[parameter]
