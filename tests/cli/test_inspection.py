@@ -74,7 +74,7 @@ def checkpoints(tmp_path_factory):
 FORMATS = {
     "zip.pt": ("torch.save file", True, "CRC-32"),
     "legacy.pt": ("torch.save file (before torch 1.6)", True, ""),
-    "a.ckpt": ("Lightning checkpoint", True, "CRC-32"),
+    "a.ckpt": ("torch.save file", True, "CRC-32"),
     "a.safetensors": ("safetensors", True, ""),
     "dcp": ("torch.distributed.checkpoint", True, "CRC-32"),
     "rank_files": ("folder", None, "CRC-32"),

@@ -229,10 +229,7 @@ def _read_zip(stream: Any, path: Path | None, found: Inspection) -> None:
         # It was compared above; with it, a record whose number is another one can't be read.
         del record.CRC
         pickled = archive.read(record)
-    tree = _load(path or stream, pickled, found)
-    if type(tree) is dict and "pytorch-lightning_version" in tree:
-        found.format = "Lightning checkpoint"
-    _add_tree(tree, found)
+    _add_tree(_load(path or stream, pickled, found), found)
 
 
 def _check_records(archive: zipfile.ZipFile, found: Inspection) -> None:
