@@ -55,16 +55,17 @@ class TimedStep:
     def __str__(self) -> str:
         tenths = f"{1000 * self.step.lower:.3g}, {1000 * self.step.upper:.3g}"
         times = f"{self.name}: {1000 * self.step.median:.3g} ms a step (10% and 90%: {tenths})"
-        if self.ratio is None:
+        ratio = self.ratio
+        if ratio is None:
             return times
-        if self.ratio.verdict == TOO_FEW_VERDICT:
-            return f"{times}, {self.ratio.median:.3g} of the first, {TOO_FEW_VERDICT}"
+        verdict = ratio.verdict
+        if verdict == TOO_FEW_VERDICT:
+            return f"{times}, {ratio.median:.3g} of the first, {verdict}"
 
-        bounds = f"{self.ratio.lower:.3g} to {self.ratio.upper:.3g}"
-        verdict = self.ratio.verdict
+        bounds = f"{ratio.lower:.3g} to {ratio.upper:.3g}"
         if verdict != NO_DIFFERENCE_VERDICT:
             verdict = f"{verdict} than the first"
-        return f"{times}, {self.ratio.median:.3g} of the first ({bounds}): {verdict}"
+        return f"{times}, {ratio.median:.3g} of the first ({bounds}): {verdict}"
 
 
 def run_accumulated_step(

@@ -144,15 +144,16 @@ class StateWatch:
 
     def _enter(self, root: nn.Module, args: Any, options: Any) -> Any:
         self._add("model", root)
-        is_first = not self._now["generators"]
+        now = self._now
+        is_first = not now["generators"]
         has_more = self._num_settled < len(self._found) or is_first
         self._settle()
         if is_first:
-            self._now["generators"] = generator_digests()
+            now["generators"] = generator_digests()
         if has_more:
             # A model that was called before may have changed its buffers.
-            self._now["model"] = self._states("model") | self._now["model"]
-        place = len(self.steps), len(self._now["data order"])
+            now["model"] = self._states("model") | now["model"]
+        place = len(self.steps), len(now["data order"])
         first = self.fresh.setdefault(place, [])
 
         def meet(tensor: Tensor) -> Tensor:
@@ -168,7 +169,7 @@ class StateWatch:
         given = tree_map_only(Tensor, meet, (args, options))
         # A batch may be an object of the user's, or hold arrays.
         digests = [digest(one) for one in tensors_of(given) if one.grad_fn is None]
-        self._now["data order"].append(digests)
+        now["data order"].append(digests)
         return given
 
     # The optimizer.

@@ -231,16 +231,17 @@ def show_progress(run: TrainingRun, *, every: int = 10) -> Iterator[Hook]:
 
     def line(report: StepReport) -> None:
         nonlocal after_first
-        if report.step == first:
+        now = report.step
+        if now == first:
             # The estimate leaves out the first step, which takes much longer than the others.
             after_first = time.perf_counter()
-        elif report.dev_loss is None and report.step % every and report.step != report.steps:
+        elif report.dev_loss is None and now % every and now != report.steps:
             return
-        seconds_per_step = (time.perf_counter() - after_first) / max(1, report.step - first)
+        seconds_per_step = (time.perf_counter() - after_first) / max(1, now - first)
         left = ""
-        if first < report.step < report.steps:
-            left = f"  {format_duration(seconds_per_step * (report.steps - report.step))} left"
-        step = f"{report.step:>{len(str(report.steps))}}/{report.steps}"
+        if first < now < report.steps:
+            left = f"  {format_duration(seconds_per_step * (report.steps - now))} left"
+        step = f"{now:>{len(str(report.steps))}}/{report.steps}"
         click.echo(f"step {step}  {figures(report, run)}{left}")
 
     yield line

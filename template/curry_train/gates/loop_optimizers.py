@@ -638,8 +638,9 @@ def _without_schedule(trace: Trace, windows: Sequence[Step]) -> Faults:
     ):
         hint = "leave the rate to the schedule, which begins with the rate of the optimizer"
         yield own[0], "the loop sets its own rate over that of the schedule", hint
-    if own and type(own[0].scheduler) is LambdaLR:
-        bases = own[0].scheduler.base_lrs
+    schedule = own[0].scheduler if own else None
+    if type(schedule) is LambdaLR:
+        bases = schedule.base_lrs
         most = max(rates)
         is_squared = all(map(math.isclose, most, [base**2 for base in bases]))
         # At the end of the steps a warm-up may be anywhere.
@@ -650,7 +651,7 @@ def _without_schedule(trace: Trace, windows: Sequence[Step]) -> Faults:
     ends = rates[-3 - len(rates) // 20 :]
     recent = max(itertools.chain(*ends), default=0)
     # One of a measure falls as long as that stays.
-    is_of_a_measure = own and isinstance(own[0].scheduler, ReduceLROnPlateau)
+    is_of_a_measure = isinstance(schedule, ReduceLROnPlateau)
     # A loop that sets it by hand may have changed it before the first step.
     least = (1e-3 if own else 1e-2) * max(itertools.chain(*rates), default=0)
     if len(rates) > 3 and recent < least and not is_of_a_measure:

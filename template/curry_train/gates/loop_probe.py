@@ -43,7 +43,8 @@ def _of_tokens(trace: Trace, forward: Forward) -> Faults:
     at = torch.arange(last + 1, device=tokens.device) % last
     both = _outputs(trace, tokens, tokens.index_select(time, at))
     # Cross-entropy takes outputs whose last dimension is time, too.
-    shape = both[0].shape
+    plain = both[0]
+    shape = plain.shape
     dims = [dim for dim in (time, 2) if len(shape) == 3 and shape[dim] == last + 1]
     if len(dims) == 1 and _differ(*(one.narrow(dims[0], 0, last) for one in both)):
         trace.sees_all.append(module)
@@ -56,7 +57,7 @@ def _of_tokens(trace: Trace, forward: Forward) -> Faults:
     # The later tokens of another sample.
     first = tokens[:, :1]
     mixed = torch.cat([first, tokens.flip(0)[:, 1:]], 1)
-    is_known = both[0].dim() == 2 and not torch.equal(both[0], both[0].flip(0))
+    is_known = plain.dim() == 2 and not torch.equal(plain, plain.flip(0))
     if is_known and not torch.equal(tokens, mixed) and torch.equal(*_outputs(trace, tokens, mixed)):
         yield (
             forward,

@@ -84,20 +84,17 @@ class KernelsAsTheyRun(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (
-            args
-            and (getattr(func, "is_view", False) or func is LIFT_OPERATION)
-            and has_values(args[0])
-        ):
+        first: Any = args[0] if args else None
+        if (getattr(func, "is_view", False) or func is LIFT_OPERATION) and has_values(first):
             return run_with_values(func, args, kwargs)
         if func is READ_OPERATION and self.values.num_running:
-            return self.values.answer(args[0].dtype)
-        if func is NORM_BACKWARD and not args[0].is_contiguous():
+            return self.values.answer(first.dtype)
+        if func is NORM_BACKWARD and not first.is_contiguous():
             with self:
-                contiguous = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
+                contiguous = torch.empty(first.shape, dtype=first.dtype, device=first.device)
             args = (contiguous, *args[1:])
-        if func is GROUPED_MM_OPERATION and args[0].dtype is not torch.bfloat16:
-            return self._grouped(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
+        if func is GROUPED_MM_OPERATION and first.dtype is not torch.bfloat16:
+            return self._grouped(first, args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
         _check_indices(func, args)
         out: Any = super().dispatch(func, types, args, kwargs)
         # Another subclass takes a call that fake tensors leave to it.
@@ -110,7 +107,7 @@ class KernelsAsTheyRun(FakeTensorMode):
         if func is GROUP_NORM_BACKWARD and out[0] is not None and out[0].dtype != args[1].dtype:
             return self._like(out[0], args[1].dtype), *out[1:]
         if func in RESIZED_LOSSES and out.dim() == 0:
-            return self._resized(torch.broadcast_shapes(args[0].shape, args[1].shape), out)
+            return self._resized(torch.broadcast_shapes(first.shape, args[1].shape), out)
         return out
 
     def _resized(self, size: Sequence[int], out: Tensor) -> Tensor:

@@ -265,12 +265,13 @@ def _lowest_cut(record: ForwardRecord) -> tuple[list[str], float]:
 
     The cuts go from the model's children downwards.
     """
+    kinds = record.kinds
     left = [name for name in record.calls if _can_be_block(record, name)]
     cuts: list[tuple[int, list[str]]] = []
     while names := _outermost(record, left):
         cuts.append((estimate_peak(record, names)[0], names))
-        largest = record.kinds[max(names, key=record.most_inside)]
-        left = [name for name in left if record.kinds[name] != largest]
+        largest = kinds[max(names, key=record.most_inside)]
+        left = [name for name in left if kinds[name] != largest]
     total = record.total_bytes
     lowest = min((peak for peak, _ in cuts), default=total)
     near = lowest * MOST_ABOVE_LOWEST_PEAK
@@ -282,18 +283,18 @@ def _lowest_cut(record: ForwardRecord) -> tuple[list[str], float]:
     peak, covered = estimate_peak(record, names)
     most_peak = peak * (1 + SMALL_SHARE)
     least_covered = covered - SMALL_SHARE * total
-    for kind in dict.fromkeys(map(record.kinds.__getitem__, names)):
-        fewer = [name for name in names if record.kinds[name] != kind]
+    for kind in dict.fromkeys(map(kinds.__getitem__, names)):
+        fewer = [name for name in names if kinds[name] != kind]
         peak, covered = estimate_peak(record, fewer)
         if peak <= most_peak and covered >= least_covered:
             names = fewer
-    kinds = {record.kinds[name] for name in names}
+    chosen = {kinds[name] for name in names}
     # Also modules of these kinds that did not run this time, such as a dropped layer.
     with_idle = [
         name
-        for name, kind in record.kinds.items()
+        for name, kind in kinds.items()
         if name in names
-        or (kind in kinds and name and name not in record.calls and not _is_below(name, names))
+        or (kind in chosen and name and name not in record.calls and not _is_below(name, names))
     ]
     return with_idle, most
 

@@ -269,12 +269,13 @@ class _BlockForward:
 
     def check(self) -> None:
         """Refuse, after a run, a policy that saved nothing or only cheap outputs."""
+        kept = self.kept
         # A call that skips the block, as in stochastic depth, computes nothing: it runs no
         # operation, or it chose by a value.
-        computes = self.kept and READ_VALUE not in self.kept
-        skips = not computes and EXPENSIVE_OPERATIONS.isdisjoint(self.kept)
-        if not skips and not any(map(any, self.kept.values())):
-            names = {str(operation).removesuffix(".default") for operation in self.kept}
+        computes = kept and READ_VALUE not in kept
+        skips = not computes and EXPENSIVE_OPERATIONS.isdisjoint(kept)
+        if not skips and not any(map(any, kept.values())):
+            names = {str(operation).removesuffix(".default") for operation in kept}
             raise PolicyError(
                 f"policy {self.policy.name!r} saves no output of {self.block}, so the block would "
                 "be recomputed whole",
@@ -284,7 +285,7 @@ class _BlockForward:
             )
 
         for operation in UNSAFE_SPLITS:
-            if operation in self.kept:
+            if operation in kept:
                 raise PolicyError(
                     f"{self.block} runs {operation}, as nn.GRU does on a CPU, and overwrites the "
                     "outputs, which torch does not detect: a saved output would have another value "
@@ -292,10 +293,12 @@ class _BlockForward:
                     "use recompute_blocks, or leave the block out",
                 )
 
-        kept = self.kept.items()
-        cheap = [one for operation, found in kept if is_cheap(operation) for one in found]
+        cheap = [one for operation, found in kept.items() if is_cheap(operation) for one in found]
         expensive = [
-            one for operation, found in kept if operation in EXPENSIVE_OPERATIONS for one in found
+            one
+            for operation, found in kept.items()
+            if operation in EXPENSIVE_OPERATIONS
+            for one in found
         ]
         if expensive and not any(expensive) and sum(cheap) > len(cheap) * MOST_CHEAP_SHARE:
             raise PolicyError(

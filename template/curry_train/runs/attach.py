@@ -570,22 +570,23 @@ class AttachedRun:
         self._journal.after_step(notes)
         loss = notes.metrics.get("loss")
         spike = None
-        if self._boxes is not None and notes.is_step and loss is not None:
-            self._boxes.stepped(number_of(loss))
+        boxes = self._boxes
+        if boxes is not None and notes.is_step and loss is not None:
+            boxes.stepped(number_of(loss))
         if notes.is_step and notes.stepped:
             spike = self._watch.judge(self.state.step, loss)
         if spike is not None:
             self._journal.write("spike", **asdict(spike), reason=spike.words)
-            if self._boxes is not None:
-                self._boxes.keep(spike.first, spike.words, found_at=spike.step)
+            if boxes is not None:
+                boxes.keep(spike.first, spike.words, found_at=spike.step)
             if self._watch.config.rolls_back:
                 self._roll_back(spike, stop=stop)
                 return False
 
         self.policy.after_step(self.state.step, self.state, notes.metrics, is_step=notes.is_step)
         self._journal.begin_step()
-        if self._boxes is not None:
-            self._boxes.begin()
+        if boxes is not None:
+            boxes.begin()
         return True
 
     def _roll_back(self, spike: Spike, *, stop: int = 0) -> None:

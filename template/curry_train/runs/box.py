@@ -230,15 +230,14 @@ def read_facts(folder: StrPath) -> BoxFacts:
         facts = read_fields(BoxFacts, json.loads(data))
         if facts.step < 1 or not 1 <= facts.world_size <= 2**16:
             raise ValueError(f"step {facts.step} of {facts.world_size} ranks")
-        begins_at = 0 if facts.checkpoint is None else step_of(facts.checkpoint)
+        state = facts.checkpoint
+        begins_at = 0 if state is None else step_of(state)
         if begins_at is None or begins_at >= facts.step:
-            raise ValueError(f"{facts.checkpoint!r:.60} is no checkpoint of an earlier step")
+            raise ValueError(f"{state!r:.60} is no checkpoint of an earlier step")
         for loss in facts.losses.values():
             float.fromhex(loss)
-    if facts.checkpoint is not None and not Path(folder, facts.checkpoint).is_dir():
-        raise RunError(
-            f"{folder} has lost its state {facts.checkpoint}: copy the whole folder of the box"
-        )
+    if state is not None and not Path(folder, state).is_dir():
+        raise RunError(f"{folder} has lost its state {state}: copy the whole folder of the box")
     return facts
 
 

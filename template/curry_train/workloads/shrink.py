@@ -68,9 +68,10 @@ class Shrink:
     def _cut(self, module: nn.Module) -> list[str]:
         """Leave the first and last blocks of each run of equal ones, and note how many."""
         notes = []
+        number = self.num_layers
         for container, run in list(_runs(module)):
-            if len(run) > self.num_layers:
-                kept = [*run[: -(-self.num_layers // 2)], *run[len(run) - self.num_layers // 2 :]]
+            if len(run) > number:
+                kept = [*run[: -(-number // 2)], *run[len(run) - number // 2 :]]
                 for name in run:
                     if name not in kept:
                         delattr(container, name)
@@ -79,11 +80,11 @@ class Shrink:
                 notes.append(f"{len(kept)} of {len(run)} {type(container[0]).__name__}")
                 # It may have no configuration that can be changed.
                 with contextlib.suppress(Exception):
-                    _with_fewer_layers(module.config, len(run), self.num_layers)
+                    _with_fewer_layers(module.config, len(run), number)
         if not notes:
             raise WorkloadError(
-                f"--shrink {self.num_layers}: {type(module).__name__} has no ModuleList or "
-                f"Sequential with more than {self.num_layers} equal blocks, and no config with "
+                f"--shrink {number}: {type(module).__name__} has no ModuleList or "
+                f"Sequential with more than {number} equal blocks, and no config with "
                 "its number of layers: leave --shrink out, or give a smaller model"
             )
         return [f"{', '.join(notes)}: the first and last of equal blocks"]
