@@ -164,8 +164,9 @@ def run(words):
     import types
 
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if words[0] in ("-m", "-c"):
-        (option, what), sys.argv[:] = words[:2], [words[0], *words[2:]]
+    file = words[0]
+    if file in ("-m", "-c"):
+        (option, what), sys.argv[:] = words[:2], [file, *words[2:]]
         sys.path[:0] = [str(Path.cwd()) if option == "-m" else "", *paths]
         if option == "-m":
             runpy.run_module(what, run_name="__main__", alter_sys=True)
@@ -173,9 +174,9 @@ def run(words):
             sys.modules["__main__"] = main = types.ModuleType("__main__")
             exec(compile(what, "<string>", "exec"), vars(main))  # noqa: S102 - a test's own text
     else:
-        assert not words[0].startswith("-"), f"{words[0]}: a file, -m or -c is run here"
-        sys.path[:0] = [str(Path(words[0]).resolve().parent), *paths]
-        runpy.run_path(words[0], run_name="__main__")
+        assert not file.startswith("-"), f"{file}: a file, -m or -c is run here"
+        sys.path[:0] = [str(Path(file).resolve().parent), *paths]
+        runpy.run_path(file, run_name="__main__")
 
 
 if __name__ == "__main__":

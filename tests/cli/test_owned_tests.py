@@ -29,7 +29,7 @@ FAULTS = {
     ],
     "sac": [
         ("keep = operation in policy.save", "keep = operation in policy.save and context is None"),
-        ("if not skips and not any(map(any, self.kept.values())):", "if False:"),
+        ("if not skips and not any(map(any, kept.values())):", "if False:"),
     ],
     "regions": [
         ("F.gelu(node._saved_self, approximate=node._saved_approximate)", "node._saved_self"),

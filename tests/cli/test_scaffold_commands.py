@@ -35,20 +35,21 @@ def test_new_goes_on_in_the_folder_of_a_start_that_was_killed(bundle):
 
 
 def test_diff_tells_edits_of_the_user_from_changes_of_the_release(bundle, project):
-    write(bundle.project / "both.txt", "1\n2\n3\n")
-    write(bundle.project / "gone.txt", "1\n")
+    theirs = bundle.project
+    write(theirs / "both.txt", "1\n2\n3\n")
+    write(theirs / "gone.txt", "1\n")
     scaffold(bundle, "update")
     assert scaffold(bundle, "diff", project).stdout.endswith("7 files: 7 as it came\n")
 
     write(project / "README.md", "# Mine\n")
     write(project / "both.txt", "mine\n2\n3\n")
-    write(bundle.project / "both.txt", "1\n2\ntheirs\n")
-    write(bundle.project / "train.py", "print('newer')\n")
+    write(theirs / "both.txt", "1\n2\ntheirs\n")
+    write(theirs / "train.py", "print('newer')\n")
     write(project / ".gitignore", "the same\n")
-    write(bundle.project / ".gitignore", "the same\n")
-    write(bundle.project / "fresh.txt", "")
+    write(theirs / ".gitignore", "the same\n")
+    write(theirs / "fresh.txt", "")
     (project / "pyproject.toml").unlink()
-    (bundle.project / "gone.txt").unlink()
+    (theirs / "gone.txt").unlink()
 
     done = scaffold(bundle, "diff")
     assert [line for line in done.stdout.splitlines() if not line.startswith("as it came ")] == [

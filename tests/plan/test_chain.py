@@ -34,17 +34,14 @@ def chain(blocks, head=0, standing=None):
 
 def small_chain(seed):
     """Draw up to five blocks of five options, the head's needs, and a budget near them."""
-    draw = random.Random(seed)
+    draw = random.Random(seed).randint
     blocks = []
     standing = []
-    for name in range(draw.randint(1, 5)):
-        rows = [
-            (draw.randint(0, 40), draw.randint(0, 40), draw.randint(0, 50))
-            for _ in range(draw.randint(1, 5))
-        ]
+    for name in range(draw(1, 5)):
+        rows = [(draw(0, 40), draw(0, 40), draw(0, 50)) for _ in range(draw(1, 5))]
         blocks.append(block(name, rows))
-        standing.append(draw.randint(0, 10))
-    return chain(blocks, draw.randint(0, 60), standing), draw.randint(1, 200)
+        standing.append(draw(0, 10))
+    return chain(blocks, draw(0, 60), standing), draw(1, 200)
 
 
 def large_chain(seed, *, num_blocks=28):

@@ -180,10 +180,11 @@ def test_operations_are_found_by_text_and_packet_where_torch_has_them():
 def test_attention_draws_only_with_dropout():
     flash = aten._scaled_dot_product_flash_attention.default
     query = torch.zeros(1)
-    assert not sac.draws(flash, (query, query, query), {})
-    assert not sac.draws(flash, (query, query, query, 0.0, True), {})
-    assert sac.draws(flash, (query, query, query, 0.1), {})
-    assert sac.draws(flash, (query, query, query), {"dropout_p": 0.1})
+    given = (query, query, query)
+    assert not sac.draws(flash, given, {})
+    assert not sac.draws(flash, (*given, 0.0, True), {})
+    assert sac.draws(flash, (*given, 0.1), {})
+    assert sac.draws(flash, given, {"dropout_p": 0.1})
     assert sac.draws(aten.bernoulli_.float, (query,), {})
     assert not sac.draws(aten.mm.default, (query, query), {})
 

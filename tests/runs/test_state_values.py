@@ -74,13 +74,14 @@ def with_dtype(dtype):
 
 
 def test_values_that_json_would_change_are_restored():
+    ones = torch.ones
     values = {
         "counter": Counter({3: 2, 1: 1.5}),
         "ordered": OrderedDict([("b", 1), (3, 4)]),
-        "tuple as key": {(1, 2): torch.ones(1), (True, None): 0.5},
-        "odd keys": {frozenset({1}): [torch.ones(1)], "x": 2},
-        "equal text and number": {1: torch.ones(1), "1": torch.zeros(1), "#1": torch.ones(2)},
-        "dots": {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, "a/b": torch.ones(3)},
+        "tuple as key": {(1, 2): ones(1), (True, None): 0.5},
+        "odd keys": {frozenset({1}): [ones(1)], "x": 2},
+        "equal text and number": {1: ones(1), "1": torch.zeros(1), "#1": ones(2)},
+        "dots": {"a.b": ones(1), "a": {"b": torch.zeros(1)}, "a/b": ones(3)},
         "bytes": [b"\x00\xff", bytearray(b"x")],
         "torch's own types": [torch.Size([1, 2]), torch.bfloat16, torch.device("cuda:1")],
         "range and set": [range(1, 9, 3), {1, 2}, frozenset({"a"})],
@@ -88,12 +89,12 @@ def test_values_that_json_would_change_are_restored():
         "numpy objects": numpy.array([[{"a": 1}, None], ["x", 2.5]], dtype=object),
         "numpy fields": numpy.ones(2, dtype=[("a", "<f4"), ("b", "<i2", (2,))]),
         "numpy scalars": [numpy.float64(0.1), numpy.str_("x"), numpy.bool_(True)],
-        "parameter": nn.Parameter(torch.ones(2)),
-        "frozen parameter": nn.Parameter(torch.ones(2), requires_grad=False),
-        "leaf": torch.ones(2, requires_grad=True),
+        "parameter": nn.Parameter(ones(2)),
+        "frozen parameter": nn.Parameter(ones(2), requires_grad=False),
+        "leaf": ones(2, requires_grad=True),
         "conjugated": torch.tensor([1 + 2j]).conj(),
         "sparse rows": torch.eye(3).to_sparse_csr(),
-        "quantized": torch.quantize_per_tensor(torch.ones(2), 0.1, 3, torch.qint8),
+        "quantized": torch.quantize_per_tensor(ones(2), 0.1, 3, torch.qint8),
     }
     assert_same(there_and_back({"x": [values]}), {"x": [values]})
 

@@ -31,18 +31,18 @@ def test_runs_of_a_name_are_numbered_after_the_highest(tmp_path):
 
 
 def test_latest_is_the_newest_run_of_the_name_that_has_a_state(tmp_path):
-    runs = [new_run(config(tmp_path)) for _ in range(3)]
-    saved(runs[0], 90)
-    saved(runs[1], 100)
+    first, second, _ = (new_run(config(tmp_path)) for _ in range(3))
+    saved(first, 90)
+    saved(second, 100)
     other = new_run(config(tmp_path, "name=o@ther"))
     saved(other, 5)
     for text, found in {
-        "latest": (runs[1], "latest"),
-        "run-001": (runs[0], "latest"),
-        str(runs[0]): (runs[0], "latest"),
+        "latest": (second, "latest"),
+        "run-001": (first, "latest"),
+        str(first): (first, "latest"),
         "o@ther-001": (other, "latest"),
-        f"{runs[0]}@90": (runs[0], "90"),
-        str(runs[1] / "recovery/step-00000100.dcp"): (runs[1], "recovery/step-00000100.dcp"),
+        f"{first}@90": (first, "90"),
+        str(second / "recovery/step-00000100.dcp"): (second, "recovery/step-00000100.dcp"),
     }.items():
         assert run_folder(config(tmp_path), text) == found
 
