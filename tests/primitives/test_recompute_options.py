@@ -290,7 +290,7 @@ def test_a_changed_parameter_buffer_or_attribute_is_named(lever, kept_as):
         loss.backward()
 
 
-# What recompute, segments and a configuration refuse, and what a configuration chooses.
+# Refusals of recompute, of segments and of configurations, and the choices of a configuration.
 
 
 BATCH = drawn(16, 8)
