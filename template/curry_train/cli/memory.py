@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -24,6 +23,7 @@ from ..plan.shapes import host_note
 from ..plan.snapshot import read_snapshot
 from ..plan.timeline import record_step_storages, timeline_of
 from ..runs.journal import printable
+from ..runs.values import Facts
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .figures import plot_course
@@ -52,7 +52,7 @@ NAME_WIDTH = 56
 # The report of a snapshot.
 
 
-def owners_of_device(owned: OwnedBlocks) -> dict[str, Any]:
+def owners_of_device(owned: OwnedBlocks) -> Facts:
     """Return who owns the peak of one device of a snapshot, and what lowers it."""
     history = owned.history
     return {
@@ -111,7 +111,7 @@ def _notes(owned: OwnedBlocks) -> Iterator[str]:
         yield f"{history.contradictions:,} blocks were allocated twice without a release"
 
 
-def text_of_device(name: str, found: dict[str, Any]) -> str:
+def text_of_device(name: str, found: Facts) -> str:
     """Format the owners of a device in 80 columns."""
     whole, peak = found["peak_allocated_bytes"], found["peak_reserved_bytes"]
     lines = [
@@ -163,7 +163,7 @@ class Report:
     """The output of the command: its text, the results for `--json`, and the course to draw."""
 
     text: str
-    results: dict[str, Any]
+    results: Facts
     course: Callable[[], MemoryCourse]
 
 

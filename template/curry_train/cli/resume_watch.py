@@ -32,6 +32,7 @@ from ..gates.loop_events import tensors_of
 from ..gates.loop_trace import rates_of
 from ..gates.loop_weights import instances_of
 from ..runs.fingerprints import leaves_of
+from ..runs.values import Facts
 
 # What is noted when it is made, by the part that its state_dict is; a model is at its first call.
 KINDS = {"optimizer": Optimizer, "scheduler": LRScheduler, "scaler": torch.amp.GradScaler}
@@ -50,7 +51,7 @@ class StateWatch:
     mode: str
 
     def __post_init__(self) -> None:
-        self.steps: list[dict[str, Any]] = []
+        self.steps: list[Facts] = []
         generators = SimpleNamespace(
             state_dict=generator_states, load_state_dict=set_generator_states
         )
@@ -95,9 +96,9 @@ class StateWatch:
                 one.load_state_dict(self.fresh[part].pop(0))
         self._num_settled = len(self._found)
 
-    def _states(self, part: str) -> dict[str, Any]:
+    def _states(self, part: str) -> Facts:
         """Return the state of a part: digests of tensors, and numbers."""
-        found: dict[str, Any] = {}
+        found: Facts = {}
         several = [one for kind, one in self._found if kind == part]
         for number, one in enumerate(several):
             state = one.state_dict()
@@ -196,6 +197,6 @@ class StateWatch:
             self.when_enough()
 
 
-def _nothing() -> dict[str, Any]:
+def _nothing() -> Facts:
     """Return what is noted of a step without a call of a model."""
     return {"data order": [], "model": {}, "generators": {}}

@@ -10,18 +10,18 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from statistics import median
-from typing import Any
 
 from ..core.wording import format_bytes, format_seconds
 from ..runs.history import History, Steps, changes, read_history
 from ..runs.journal import finite, printable
+from ..runs.values import Facts, Values
 from .parameters import argument
 from .screen import Ended, echo_lines, screen_command, table
 
 SECTIONS = ("config", "code", "environment")
 
 
-def difference(a: History, b: History) -> dict[str, Any]:
+def difference(a: History, b: History) -> Facts:
     """Compare two runs; steps that were rolled back are left out."""
     runs = (a, b)
     unknown = {
@@ -45,7 +45,7 @@ def difference(a: History, b: History) -> dict[str, Any]:
     }
 
 
-def _is_recorded(section: str, facts: Mapping[str, Any]) -> bool:
+def _is_recorded(section: str, facts: Values) -> bool:
     """Check for a section; code without a revision may be any code."""
     recorded = facts.get(section)
     if not isinstance(recorded, Mapping):
@@ -53,7 +53,7 @@ def _is_recorded(section: str, facts: Mapping[str, Any]) -> bool:
     return section != "code" or isinstance(recorded.get("revision"), str)
 
 
-def summary(run: History) -> dict[str, Any]:
+def summary(run: History) -> Facts:
     """Return what a journal shows of a run besides its facts, its losses and its metrics."""
     steps = run.steps
     last = run.attempts[-1] if run.attempts else None
@@ -86,7 +86,7 @@ def continuation(earlier: History, later: History) -> str | None:
     return f"{later.name} resumed from {earlier.name} at step {opened.step}"
 
 
-def compare_values(a: Steps, b: Steps, name: str) -> dict[str, Any]:
+def compare_values(a: Steps, b: Steps, name: str) -> Facts:
     """Compare the values at the steps that both have; nan on both sides counts as equal."""
     of_a, of_b = (dict(zip(run.step, run.values[name], strict=True)) for run in (a, b))
     common = [step for step in of_a if step in of_b]
@@ -111,13 +111,17 @@ def compare_values(a: Steps, b: Steps, name: str) -> dict[str, Any]:
     }
 
 
-def describe(found: Mapping[str, Any]) -> Iterator[str]:
+def describe(found: Values) -> Iterator[str]:
     """Yield the comparison in lines."""
     if found["continued"]:
         yield found["continued"]
     rows = [["", "A", "B"]]
     for change in found["changes"]:
-        rows.append([printable(change["name"]), *(_value(change[side]) for side in "ab")])
+        values = (
+            printable(one if isinstance(one, str) and one else json.dumps(one))
+            for one in (change["a"], change["b"])
+        )
+        rows.append([printable(change["name"]), *values])
     if found["changes"]:
         yield table(rows, texts=("A", "B"))
     if found["unknown"]:
@@ -127,7 +131,7 @@ def describe(found: Mapping[str, Any]) -> Iterator[str]:
         yield from _of_values(printable(name, longest=30), compared)
 
 
-def _of_values(name: str, found: Mapping[str, Any]) -> Iterator[str]:
+def _of_values(name: str, found: Values) -> Iterator[str]:
     if not found["num_common"]:
         yield f"{name}: no step in common"
         return
@@ -136,15 +140,10 @@ def _of_values(name: str, found: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name}: equal to the bit in {found['num_common']} {steps}"
         return
     yield f"{name}: {found['num_different']} of {found['num_common']} {steps}, differ"
-    shown = {"first": found["first"], "most": found["largest"]}
-    for word, one in shown.items():
+    for word, one in {"first": found["first"], "most": found["largest"]}.items():
         if word == "first" or one != found["first"]:
             a, b = one["a"], one["b"]
             yield f"  {word} at step {one['step']}: A {a:.9g}, B {b:.9g}, by {b - a:+.3g}"
-
-
-def _value(value: Any) -> str:
-    return printable(value if isinstance(value, str) and value else json.dumps(value))
 
 
 @screen_command("diff", example="run-001 run-002")

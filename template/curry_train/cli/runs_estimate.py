@@ -4,8 +4,6 @@ Proof: `python -m pytest tests/cli/test_runs_estimate.py`.
 """
 
 import shutil
-from collections.abc import Mapping
-from typing import Any
 
 import click
 
@@ -13,6 +11,7 @@ from ..config import set_words
 from ..core.wording import format_count
 from ..runs.policy_config import PolicyConfig, read_fields
 from ..runs.store import SavedRun
+from ..runs.values import Facts, Values
 from .parameters import WORDS_ARGUMENT, option
 from .screen import Ended, echo_lines, screen_command, table
 
@@ -25,7 +24,7 @@ BYTES_PER_PARAMETER = {
 }
 
 
-def estimate_disk(parameters: int, config: PolicyConfig, *, dtype: str) -> dict[str, Any]:
+def estimate_disk(parameters: int, config: PolicyConfig, *, dtype: str) -> Facts:
     """Estimate the bytes for a model with this number of parameters, trained with AdamW."""
     best, checkpoint = [parameters * each for each in BYTES_PER_PARAMETER[dtype]]
     retention = config.retention
@@ -48,7 +47,7 @@ def estimate_disk(parameters: int, config: PolicyConfig, *, dtype: str) -> dict[
     }
 
 
-def estimate_table(found: Mapping[str, Any]) -> str:
+def estimate_table(found: Values) -> str:
     sizes = {
         "one checkpoint: weights, moments, other state": found["checkpoint"],
         "one best-K checkpoint: weights only": found["best"],
@@ -80,7 +79,7 @@ def estimate_command(
     KEY=VALUE sets a key of the block checkpoint:, such as retention.rollback_keep=2. Exit status: 0
     estimated, 1 the volume of --folder is too small, 2 wrong usage.
     """
-    block: dict[str, Any] = {}
+    block: Facts = {}
     set_words(block, [word.removeprefix("checkpoint.") for word in words])
     policy = read_fields(PolicyConfig, block, inside="checkpoint")
     estimate = estimate_disk(int(parameters), policy, dtype=dtype)

@@ -22,6 +22,7 @@ from ..gates.loop_run import End, run_ranks
 from ..runs.fingerprints import LEVELS, VARIABLES, Record, read_fingerprints, record_run
 from ..runs.locate import Located, expected_values, first_operation, locate, settings_of
 from ..runs.rounding import NUM_NOISES, Exchange
+from ..runs.values import Facts, Values
 from .options import RANKS_OPTION, program_option, steps_option
 from .parameters import argument, option
 from .screen import Ended, echo_lines, messages_on_screen, screen_command
@@ -74,7 +75,7 @@ def _record(out: str, program: Sequence[str], num_ranks: int, **options: Any) ->
 
 
 def _watch(
-    out: str, program: Sequence[str], options: dict[str, Any], run: Callable[[], None], end: End
+    out: str, program: Sequence[str], options: Facts, run: Callable[[], None], end: End
 ) -> None:
     """Run a program until its steps are recorded."""
     exchange = options.pop("exchange", None)
@@ -160,7 +161,7 @@ class Again:
     folder: Path
     runs: Sequence[Pair]
     # How B's run is compared on equal inputs, once the tolerance was measured.
-    exchange: dict[str, Any] | None = None
+    exchange: Facts | None = None
 
     def _record(self, which: str, name: str, **options: Any) -> list[Record]:
         start = self.runs[0]["AB".index(which)][0]
@@ -192,7 +193,7 @@ class Again:
         """Compare again where noise of the size of rounding errors is no difference."""
         steps = self.runs[0][0][-1].step
         # In the folder of this record, in which its processes may write.
-        values: dict[str, Any] = {"folder": str(self.folder / "kept" / "values")}
+        values: Facts = {"folder": str(self.folder / "kept" / "values")}
         kept = self._repeat("A", "kept", steps=steps, exchange=values)
         self._repeat("B", "again", steps=steps)
         expected = [expected_values(*pair, found.place["step"]) for pair in self.runs]
@@ -270,7 +271,7 @@ def _bisect(command: str, pair: Pair, rank: int, folder: Path) -> dict[str, str]
     return found | {name: "not tried" for name in differing if name not in tried}
 
 
-def _run_template(command: str, settings: Mapping[str, Any], out: str) -> None:
+def _run_template(command: str, settings: Values, out: str) -> None:
     """Run a command with its fields filled in and its variables set."""
     # Quoted, so that a value may stand inside of a word, as in `sh -c "..."`.
     fields = {

@@ -8,7 +8,6 @@ import math
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -17,6 +16,7 @@ from ..gates.loop_run import End, run_ranks
 from ..runs.box import BoxFacts, read_facts
 from ..runs.fingerprints import read_fingerprints
 from ..runs.replay import Replay, examine
+from ..runs.values import Facts
 from .options import program_option
 from .parameters import argument, number_option
 from .screen import Ended, echo_lines, messages_on_screen, screen_command
@@ -60,7 +60,7 @@ def replay_command(
 
 def repeat(
     box: str, facts: BoxFacts, program: list[str], *, times: int, show: Callable[[str], None]
-) -> dict[str, Any]:
+) -> Facts:
     """Repeat the step; return the repeats, the step that is to be looked at, and a difference.
 
     That step is an earlier one, where that could not be made, left parameters that are not finite,
@@ -69,7 +69,7 @@ def repeat(
     until = facts.step
     differed = False
     while True:
-        repeats: list[dict[str, Any]] = []
+        repeats: list[Facts] = []
         while len(repeats) < times:
             show(f"step {until}, repeat {len(repeats) + 1} of {times}")
             repeats.append(_run(box, until, program, facts.world_size))
@@ -91,11 +91,11 @@ def repeat(
     return {"step": until, "difference": difference, "repeats": repeats}
 
 
-def _run(box: str, until: int, program: list[str], num_ranks: int) -> dict[str, Any]:
+def _run(box: str, until: int, program: list[str], num_ranks: int) -> Facts:
     """Return what the ranks have found: the operation is the first one of any rank."""
     with tempfile.TemporaryDirectory(prefix="curry-train-replay-") as record:
 
-        def ran(folder: str | None) -> dict[str, Any]:
+        def ran(folder: str | None) -> Facts:
             job = functools.partial(_replay, box, until, folder)
             found = run_ranks(job, program, num_ranks=num_ranks, saves=True, ignored=[record])
             if not all("steps" in one for one in found):
@@ -124,7 +124,7 @@ def _replay(box: str, until: int, record: str | None, run: Callable[[], None], e
     end({"ended": True})
 
 
-def _unlike_run(facts: BoxFacts, found: dict[str, Any]) -> str | None:
+def _unlike_run(facts: BoxFacts, found: Facts) -> str | None:
     """Name the first step that is not what the run has computed."""
     for step, (loss, parameters) in found["steps"].items():
         if step in facts.losses and loss != facts.losses[step]:
@@ -135,7 +135,7 @@ def _unlike_run(facts: BoxFacts, found: dict[str, Any]) -> str | None:
     return None
 
 
-def _difference(facts: BoxFacts, step: int, repeats: Sequence[dict[str, Any]]) -> str | None:
+def _difference(facts: BoxFacts, step: int, repeats: Sequence[Facts]) -> str | None:
     for one in repeats[1:]:
         for was, now in zip(repeats[0]["operations"], one["operations"], strict=False):
             if was != now:
@@ -153,12 +153,12 @@ def _difference(facts: BoxFacts, step: int, repeats: Sequence[dict[str, Any]]) -
     return None
 
 
-def _operation(one: dict[str, Any]) -> str:
+def _operation(one: Facts) -> str:
     place = f", {one['line']}" if one["line"] else ""
     return f"{one['phase']}: {one['name']} in {one['module']}{place}"
 
 
-def describe(step: int, found: dict[str, Any]) -> list[str]:
+def describe(step: int, found: Facts) -> list[str]:
     """Name the first operation that is not finite, or what has grown where all is finite."""
     origin = found["origin"]
     if origin is not None:

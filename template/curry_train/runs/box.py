@@ -107,30 +107,31 @@ class Boxes:
         """Write the box of a step, and remove the oldest boxes beyond the bounds."""
         parameters = digest_of(self._state) if found_at == step else None
         name = f"step-{step:08d}"
+        ranks = self._ranks
         place = self._store.root / FOLDER / name
         part = place.with_name(f".{name}.part")
         losses = {step: float("nan")} | dict(self._losses)
         try:
-            checkpoint = self._ranks.agree(lambda: self._gather(part, step))
+            checkpoint = ranks.agree(lambda: self._gather(part, step))
             facts = BoxFacts(
                 step,
                 reason,
                 checkpoint,
                 {str(number): loss.hex() for number, loss in losses.items()},
                 parameters,
-                self._ranks.size,
+                ranks.size,
                 shlex.join([sys.argv[0], "--", *sys.argv[1:]]).removesuffix(" --"),
             )
-            self._ranks.collect(
+            ranks.collect(
                 lambda: self._write_rank(part, step),
                 lambda _: self._commit(part, place, facts),
             )
         except (OSError, RunError, ValueError) as error:
             logger.warning("step %d was not kept in a box: %s", step, error)
-            if self._ranks.first:
+            if ranks.first:
                 shutil.rmtree(part, ignore_errors=True)
             return
-        if self._ranks.first:
+        if ranks.first:
             command = f"curry-train runs replay {shlex.quote(str(place))} --script {facts.program}"
             logger.warning("kept step %d in a box; to repeat it: %s", step, command)
 

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 from .files import StrPath
 from .ranks import RunError
+from .values import Facts, Values
 
 # Encode and parse one line of a journal: an event as JSON.
 
@@ -57,14 +58,12 @@ class Event(NamedTuple):
     step: int
     attempt: int
     kind: str
-    facts: dict[str, Any]
+    facts: Facts
 
 
-def encode_event(
-    kind: str, facts: Mapping[str, Any], *, time: float, step: int, attempt: int
-) -> bytes:
+def encode_event(kind: str, facts: Values, *, time: float, step: int, attempt: int) -> bytes:
     """Encode an event as a line with its newline."""
-    own: dict[str, Any] = {
+    own: Facts = {
         "v": JOURNAL_VERSION,
         "time": round(time, 3),
         "step": step,

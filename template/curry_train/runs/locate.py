@@ -487,21 +487,22 @@ def _operations_at(
     Those of calls that one run has made `alone` may have made it too.
     """
     place = found.place
+    phase = place["phase"]
     within = None
     phases = ["forward"]
-    if place["phase"] in ("forward", "evaluation"):
+    if phase in ("forward", "evaluation"):
         within = [place["path"], place["call"]]
     elif found.kind == "step":
         phases = ["optimizer"]
-    elif found.kind == "gradient" or place["phase"] == "recompute":
+    elif found.kind == "gradient" or phase == "recompute":
         phases = ["backward"]
-    elif place["phase"] == "gradients":
+    elif phase == "gradients":
         phases = ["backward", "forward"]
     return [
         one
         for one in run
         if one.kind == "operation"
-        and (one.step == place["step"] if one.worker < 0 else place["phase"] == "data")
+        and (one.step == place["step"] if one.worker < 0 else phase == "data")
         and one.phase in phases
         and (one.phase != "forward" or one.within == within or tuple(one.within or ()) in alone)
     ]

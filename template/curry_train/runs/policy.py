@@ -281,18 +281,19 @@ class SavingPolicy:
         due. Nothing is saved if one of them is NaN, or if the loss or the metric of the best-K is
         infinite; or if the state is not sound (see `unsound_tensors`).
         """
-        self._cadence.trained()
-        kind = due(step, self.config, automatic=self._cadence.is_due()) if is_step else None
+        cadence = self._cadence
+        cadence.trained()
+        kind = due(step, self.config, automatic=cadence.is_due()) if is_step else None
         measured = metrics.get(self.config.best_k_metric) is not None
         self._committed = []
         if kind or (measured and self.config.best_k):
             began = time.perf_counter()
             has_begun = self._save_due(step, state, kind, metrics)
-            self._cadence.waited(time.perf_counter() - began, save=has_begun)
-            if self._warns and (costly := self._cadence.too_costly()):
+            cadence.waited(time.perf_counter() - began, save=has_begun)
+            if self._warns and (costly := cadence.too_costly()):
                 logger.warning("%s", costly)
                 self._warns = False
-        self._cadence.go_on()
+        cadence.go_on()
         return self._committed
 
     def save_now(self, step: int, state: Savable) -> list[SavedCheckpoint]:

@@ -161,12 +161,9 @@ class DataPosition(Stateful, SkippedPositions):
     STATE = ("epoch", "batch", "began", "length")
 
     def __init__(self) -> None:
-        self.epoch = 0
-        self.batch = 0
+        self.begin_epoch(0)
         # The number of batches in a pass; 0 where the loader does not know it.
         self.length = 0
-        # The generators' states where the pass began.
-        self.began: Facts | None = None
         self.position = 0
         # The batches that the last optimizer step took, and those taken since then.
         self._window = 1
@@ -191,7 +188,8 @@ class DataPosition(Stateful, SkippedPositions):
     def begin_epoch(self, epoch: int) -> None:
         self.epoch = epoch
         self.batch = 0
-        self.began = None
+        # The generators' states where the pass began.
+        self.began: Facts | None = None
 
     def iterator(
         self, loader: Iterable[BatchT], generators: dict[str, torch.Generator]

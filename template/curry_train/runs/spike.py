@@ -87,6 +87,7 @@ class SpikeWatchdog(Stateful):
         same spike.
         """
         value = number_of(loss)
+        accepted, suspects = self._accepted, self._suspects
         baseline, limit = self.limit()
         was_reported = self._reported
         self._reported = not math.isfinite(value)
@@ -94,20 +95,20 @@ class SpikeWatchdog(Stateful):
             return None
 
         if math.isfinite(value) and (limit is None or value <= limit):
-            self._suspects.clear()
-            self._accepted.append([step, value])
-            del self._accepted[: -self.config.window]
-            if self._began is None and len(self._accepted) == NUM_BASELINE_LOSSES:
-                self._began = statistics.median([accepted for _, accepted in self._accepted])
+            suspects.clear()
+            accepted.append([step, value])
+            del accepted[: -self.config.window]
+            if self._began is None and len(accepted) == NUM_BASELINE_LOSSES:
+                self._began = statistics.median([one for _, one in accepted])
             return None
 
-        self._suspects.append([step, value])
-        if math.isfinite(value) and len(self._suspects) < self.config.patience:
+        suspects.append([step, value])
+        if math.isfinite(value) and len(suspects) < self.config.patience:
             return None
 
-        spike = Spike(step, self._suspects[0][0], value, baseline, limit)
-        self._suspects.clear()
-        self._accepted.clear()
+        spike = Spike(step, suspects[0][0], value, baseline, limit)
+        suspects.clear()
+        accepted.clear()
         return spike
 
     def limit(self) -> tuple[float, float] | tuple[None, None]:
