@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch import nn
+from torch import nn, save
 
 from curry_train.cli.runs_inspect import inspect_checkpoint as inspect
 from curry_train.runs import Store
@@ -41,20 +41,18 @@ def state():
 def checkpoints(tmp_path_factory):
     """One checkpoint of each format."""
     root = tmp_path_factory.mktemp("checkpoints")
-    torch.save(state(), root / "zip.pt")
-    torch.save(state(), root / "legacy.pt", _use_new_zipfile_serialization=False)
-    torch.save(
-        {"pytorch-lightning_version": "2.6", "state_dict": state()["model"]}, root / "a.ckpt"
-    )
+    save(state(), root / "zip.pt")
+    save(state(), root / "legacy.pt", _use_new_zipfile_serialization=False)
+    save({"pytorch-lightning_version": "2.6", "state_dict": state()["model"]}, root / "a.ckpt")
     save_file(state()["model"], root / "a.safetensors")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(state(), checkpoint_id=root / "dcp")
     for name in ("rank_files", "accelerate", "trainer", "sharded"):
         (root / name).mkdir()
-    torch.save(state()["model"], root / "rank_files/model_0.pt")
+    save(state()["model"], root / "rank_files/model_0.pt")
     save_file(state()["model"], root / "accelerate/model.safetensors")
-    torch.save({"random": 1}, root / "accelerate/random_states_0.pkl")
+    save({"random": 1}, root / "accelerate/random_states_0.pkl")
     shutil.copytree(root / "accelerate", root / "trainer", dirs_exist_ok=True)
     (root / "trainer/random_states_0.pkl").rename(root / "trainer/rng_state.pth")
     (root / "trainer/trainer_state.json").write_text("{}")
@@ -132,7 +130,7 @@ def test_nan_is_counted_in_views_and_odd_tensors(zipped):
         # torch.load does not know this dtype in the old format.
         del values["float8"]
     saved = {name: tensor for name, (tensor, _) in values.items()}
-    torch.save(saved, "odd.pt", _use_new_zipfile_serialization=zipped)
+    save(saved, "odd.pt", _use_new_zipfile_serialization=zipped)
     found = inspect("odd.pt")
     assert found.problems == []
     assert {one.name: (one.shape, one.nan) for one in found.tensors} == {
@@ -141,7 +139,7 @@ def test_nan_is_counted_in_views_and_odd_tensors(zipped):
 
 
 def test_a_pickled_model_is_listed_without_importing_its_class():
-    torch.save({"model": Own(2, 3)}, "model.pt")
+    save({"model": Own(2, 3)}, "model.pt")
     found = inspect("model.pt")
     assert not found.problems
     assert [one.shape for one in found.tensors] == [(3, 2), (3,)]
@@ -157,7 +155,7 @@ class Quantized(torch.Tensor):
     "tensor", [torch.ones(2).as_subclass(Quantized), torch.empty(2, device="meta")]
 )
 def test_a_tensor_that_cannot_be_looked_at_is_no_damage(tensor):
-    torch.save({"scale": tensor}, "odd.pt")
+    save({"scale": tensor}, "odd.pt")
     found = inspect("odd.pt")
     assert (found.problems, found.whole) == ([], True)
     assert "can't be told" in str(found.unknown)
@@ -203,7 +201,7 @@ def test_missing_and_cut_files_of_folders_are_named(checkpoints):
 
 def saved(value, **options):
     stream = io.BytesIO()
-    torch.save(value, stream, **options)
+    save(value, stream, **options)
     return stream.getvalue()
 
 
@@ -335,7 +333,7 @@ def test_a_manifest_of_another_program_does_not_matter(checkpoints):
 
 def test_inspect_prints_tensors_hashes_and_whether_it_is_whole():
     values = torch.tensor([[1.0, math.nan]])
-    torch.save({"a": torch.ones(3), "b": values, "epoch": 3}, "a.pt")
+    save({"a": torch.ones(3), "b": values, "epoch": 3}, "a.pt")
     text = call("inspect a.pt")
     # Tensors with NaN come first.
     assert text.splitlines()[1].split() == ["b", "1x2", "float32", "1"]
@@ -352,7 +350,7 @@ def test_inspect_prints_tensors_hashes_and_whether_it_is_whole():
 
 def test_a_hostile_file_ends_with_1_and_runs_nothing():
     names = "\x1b[2J\n" * 3
-    torch.save({names: Call(os.mkdir, "canary")}, "a.pt")
+    save({names: Call(os.mkdir, "canary")}, "a.pt")
     text = call("inspect a.pt", status=1)
     assert "wrong: it is hostile: loading it would call posix.mkdir" in text
     assert text.splitlines()[-1] == "whole: no"

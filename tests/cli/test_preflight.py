@@ -44,12 +44,12 @@ def run(monkeypatch):
 
 
 def test_what_failed_is_printed_with_what_to_do(run):
-    ended = run([HELD, FAILED, UNKNOWN], status=1)
-    assert "1 of 2 checks FAILED" in flat(ended.output)
-    assert "\nzeroed: train.py:14: a step with gradients of the step before\n" in ended.output
-    assert "\nheld: mode\n" in ended.output
-    assert "not applicable: scaler (the loop has no scaler that is on)" in ended.output
-    require_narrow(ended.output)
+    output = run([HELD, FAILED, UNKNOWN], status=1).output
+    assert "1 of 2 checks FAILED" in flat(output)
+    assert "\nzeroed: train.py:14: a step with gradients of the step before\n" in output
+    assert "\nheld: mode\n" in output
+    assert "not applicable: scaler (the loop has no scaler that is on)" in output
+    require_narrow(output)
 
 
 @pytest.mark.parametrize(

@@ -73,13 +73,14 @@ def test_show_lists_the_attempts_with_their_events():
     folder = Path("run-001")
     (folder / "rollback").mkdir(parents=True)
     with Journal(folder) as journal:
-        journal.write("step", step=12, loss=9.0, learning_rate=1e-3)
-        journal.write("spike", step=12, reason="loss 9 at step 12")
-        journal.write("rollback", step=10, from_step=12, reason="loss 9 at step 12")
-        journal.write("skip", step=10, reason="positions 40 to 47 of the data")
+        write = journal.write
+        write("step", step=12, loss=9.0, learning_rate=1e-3)
+        write("spike", step=12, reason="loss 9 at step 12")
+        write("rollback", step=10, from_step=12, reason="loss 9 at step 12")
+        write("skip", step=10, reason="positions 40 to 47 of the data")
         for step in range(11, 24):
-            journal.write("warning", step=step, reason="a word " * 20)
-        journal.write("stop", step=24, reason="steps")
+            write("warning", step=step, reason="a word " * 20)
+        write("stop", step=24, reason="steps")
     lines = call("show", folder, "--json facts.json").splitlines()
     begin = lines.index("attempt 1: start at step 0, up to 12, no record of its end")
     assert lines[begin : begin + 4] == [

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.nn import Linear
+from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from curry_train.runs import record_run
@@ -95,7 +97,7 @@ class Pair(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.inner = nn.Linear(4, 4)
+        self.inner = Linear(4, 4)
 
     def forward(self, x, fault, more=0.0):
         state = x @ self.inner.weight + more
@@ -111,7 +113,7 @@ class Odd(nn.Module):
         self.norm = nn.BatchNorm1d(4)
         self.mlp = activated(4, nn.Tanh)
         self.pair = Pair()
-        self.shared = nn.Linear(4, 4)
+        self.shared = Linear(4, 4)
 
     def forward(self, x):
         hidden = self.mlp(self.norm(x))
@@ -144,7 +146,7 @@ def train_odd(fault):
         nn.init.eye_(layer.weight)
         nn.init.zeros_(layer.bias)
         model.mlp.insert(0, layer)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = SGD(model.parameters(), 0.1)
     criterion = nn.MSELoss()
 
     def closure():
@@ -190,7 +192,7 @@ def test_the_module_is_named_where_values_are_shared(fault, phase, path, text):
 def train_on_a_state(fault):
     """Compute a later output from the first one, on which alone the loss depends."""
     model = Pair()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = SGD(model.parameters(), 0.1)
     _, state = model(torch.randn(8, 4), fault)
     state = WrongBackward.apply(state) if fault == "loop" else state
     state.square().sum().backward()
@@ -198,18 +200,18 @@ def train_on_a_state(fault):
 
 
 def train_a_second_model(seed):
-    first = nn.Linear(4, 4)
+    first = Linear(4, 4)
     torch.manual_seed(seed)
-    second = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
+    second = Linear(4, 1)
+    optimizer = SGD([*first.parameters(), *second.parameters()], 0.1)
     for rows in DataLoader(torch.eye(64, 4), 4, shuffle=True):
         second(first(rows)).sum().backward()
         optimizer.step()
 
 
 def train_two(more_steps):
-    models = nn.Linear(4, 1), nn.Linear(4, 1)
-    first, second = (torch.optim.SGD(one.parameters(), 0.1) for one in models)
+    models = Linear(4, 1), Linear(4, 1)
+    first, second = (SGD(one.parameters(), 0.1) for one in models)
     for number in range(4):
         for model, optimizer in zip(models, (first, second), strict=True):
             model(torch.ones(2, 4)).sum().backward()
@@ -219,7 +221,7 @@ def train_two(more_steps):
 
 
 def train_by_closures(rate):
-    model = nn.Linear(4, 1, bias=False)
+    model = Linear(4, 1, bias=False)
     nn.init.ones_(model.weight)
     optimizer = torch.optim.LBFGS(model.parameters(), rate, max_iter=3)
 
@@ -233,7 +235,7 @@ def train_by_closures(rate):
 
 
 def train_side_by_side(fault):
-    model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 1))
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True), Linear(3, 1))
     sparse = torch.optim.SparseAdam(model[0].parameters())
     adam = torch.optim.Adam(model[1].parameters())
     for number in range(1, 5):
@@ -249,9 +251,9 @@ def train_side_by_side(fault):
 
 def train_wide(width):
     model = nn.Module()
-    model.add_module(f"body{width}", nn.Linear(4, width))
-    model.add_module("head" if width == 4 else "last", nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.add_module(f"body{width}", Linear(4, width))
+    model.add_module("head" if width == 4 else "last", Linear(4, 1))
+    optimizer = SGD(model.parameters(), 0.1)
     first, last = model.children()
     model.forward = lambda inputs: last(first(inputs)[:, :4])
     model(torch.ones(1, 4)).sum().backward()
@@ -259,8 +261,8 @@ def train_wide(width):
 
 
 def train_critic(goes_on):
-    maker, critic = nn.Linear(2, 2), nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(critic.parameters(), 0.1)
+    maker, critic = Linear(2, 2), Linear(2, 1)
+    optimizer = SGD(critic.parameters(), 0.1)
     made = maker(torch.ones(1, 2))
     critic(made if goes_on else made.detach()).sum().backward()
     optimizer.step()
@@ -349,8 +351,8 @@ def test_an_optimizer_that_steps_now_and_then_shifts_no_step_and_ends_no_recordi
     steps, made, expected
 ):
     with record_run("run", steps=steps):
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-        first, second = (torch.optim.SGD(one.parameters(), 0.1) for one in model)
+        model = nn.Sequential(Linear(2, 2), Linear(2, 1))
+        first, second = (SGD(one.parameters(), 0.1) for one in model)
         for number in range(20):
             model(torch.ones(2)).sum().backward()
             first.step()

@@ -92,7 +92,6 @@ def test_a_new_line_keeps_the_old_one_until_it_has_saved_a_state(tmp_path, in_ba
         train_on(policy, state, 7, dev={7: 0.1})
         policy.finish()
     assert steps(tmp_path, "best-k") == [7]
-    assert load_chosen(tmp_path, new_state(1)).saved.step == 10
 
     with resumed(6) as (store, policy, state), contextlib.suppress(KeyboardInterrupt):
         store.begin = interrupt

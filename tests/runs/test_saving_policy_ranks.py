@@ -42,12 +42,11 @@ def on_two_ranks(folder):
         held = tensors_of(state)
         train_on(policy, state, 10, dev_loss=math.nan if rank else 0.1)  # on one rank alone
         with torch.no_grad():
-            kept = state.model[0].weight.to_local().clone()
-            state.model[0].weight.to_local().fill_(
-                math.nan if rank else 0.0
-            )  # in the shard of one rank
+            shard = state.model[0].weight.to_local()
+            kept = shard.clone()
+            shard.fill_(math.nan if rank else 0.0)  # of one rank
             policy.after_step(12, state, {"loss": 1.0})
-            state.model[0].weight.to_local().copy_(kept)
+            shard.copy_(kept)
         found["notes"] = [note for note in notes if "not saved" in note]
         found["kept"] = [
             [kind, one.step]

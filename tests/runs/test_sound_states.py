@@ -3,7 +3,7 @@
 python -m pytest tests/runs/test_sound_states.py
 """
 
-import math
+from math import inf, nan
 
 import pytest
 import torch
@@ -19,10 +19,10 @@ EACH_STEP = PolicyConfig(rollback_every=1, recovery_every=None, best_k=1)
 def odd_network():
     """Return a network with an infinite mask, and with float8, sparse and empty tensors."""
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4))
-    model.register_buffer("mask", torch.full((2, 2), -math.inf))
+    model.register_buffer("mask", torch.full((2, 2), -inf))
     model.register_buffer("table", torch.eye(3).to_sparse())
     model.register_buffer("nothing", torch.zeros(0, 3))
-    model.register_buffer("unset", torch.full((2,), math.nan))
+    model.register_buffer("unset", torch.full((2,), nan))
     small = torch.ones(4).to(torch.float8_e4m3fn)
     model.register_parameter("small", nn.Parameter(small, requires_grad=False))
     large = torch.full((4,), 60000.0, dtype=torch.float16)
@@ -35,13 +35,13 @@ def moment(state):
 
 
 DAMAGE = {
-    "parameter": (lambda s: s.model[0].weight.data, math.inf, "0.weight is not finite"),
-    "float8": (lambda s: s.model.small.data, math.nan, "small is not finite"),
-    "statistic": (lambda s: s.model[1].running_mean, -math.inf, "1.running_mean is not finite"),
-    "mask": (lambda s: s.model.mask, math.nan, "mask has NaN"),
-    "sparse buffer": (lambda s: s.model.table._values(), math.nan, "table has NaN"),
-    "moment": (moment, math.nan, "optimizer.0.0.weight/exp_avg_sq has NaN"),
-    "part": (lambda s: s.parts["extra-x"].kept["x"], math.nan, "part.extra-x/x has NaN"),
+    "parameter": (lambda s: s.model[0].weight.data, inf, "0.weight is not finite"),
+    "float8": (lambda s: s.model.small.data, nan, "small is not finite"),
+    "statistic": (lambda s: s.model[1].running_mean, -inf, "1.running_mean is not finite"),
+    "mask": (lambda s: s.model.mask, nan, "mask has NaN"),
+    "sparse buffer": (lambda s: s.model.table._values(), nan, "table has NaN"),
+    "moment": (moment, nan, "optimizer.0.0.weight/exp_avg_sq has NaN"),
+    "part": (lambda s: s.parts["extra-x"].kept["x"], nan, "part.extra-x/x has NaN"),
 }
 
 
@@ -83,10 +83,10 @@ def test_a_state_that_can_not_be_saved_yet_is_reported_before_the_first_step(sto
 @pytest.mark.parametrize(
     ("metrics", "wrong"),
     [
-        ({"loss": math.inf}, "loss is inf"),
-        ({"dev_loss": math.nan}, "dev_loss is nan"),
-        ({"loss": 1.0, "grad_norm": math.inf}, None),
-        ({"loss": 1.0, "perplexity": torch.tensor(math.inf)}, None),
+        ({"loss": inf}, "loss is inf"),
+        ({"dev_loss": nan}, "dev_loss is nan"),
+        ({"loss": 1.0, "grad_norm": inf}, None),
+        ({"loss": 1.0, "perplexity": torch.tensor(inf)}, None),
         ({"loss": None}, None),
     ],
 )

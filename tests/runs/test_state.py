@@ -133,11 +133,12 @@ def test_scaler_extra_objects_and_generators_continue(store):
     train(state, 2)
     state.parts["extra-average"].update_parameters(state.model)
     torch.rand(3, generator=state.generators["data"])
-    held = other.parts["extra-average"].module[0].weight
+    average = other.parts["extra-average"].module[0]
+    held = average.weight
     store.load(store.save("recovery", 2, state), other)
     assert alike(other, state)
     # Filled in place.
-    assert other.parts["extra-average"].module[0].weight is held
+    assert average.weight is held
     assert other.parts["scaler"].state_dict() == state.parts["scaler"].state_dict()
     assert (other.step, other.position) == (2, 12)
 

@@ -8,7 +8,8 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from torch import nn
+from torch import nn, randn
+from torch.optim import AdamW
 
 from curry_train.runs import StateMismatch, TrainingState
 
@@ -52,7 +53,7 @@ class Remembers(nn.Linear):
 
     def __init__(self):
         super().__init__(2, 2)
-        self.seen = [torch.randn(2)]
+        self.seen = [randn(2)]
 
     def get_extra_state(self):
         return {"seen": self.seen, "scale": {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}}
@@ -69,22 +70,22 @@ class OddModel(nn.Module):
         self.inner = nn.Linear(WIDTH, 4)
         self.more = Remembers()
         parameters = {
-            "__metadata__": torch.randn(3),
-            "with a/slash": torch.randn(3),
-            "of a class": torch.randn(3).as_subclass(Own),
-            "small": torch.randn(4).to(torch.float8_e4m3fn),
+            "__metadata__": randn(3),
+            "with a/slash": randn(3),
+            "of a class": randn(3).as_subclass(Own),
+            "small": randn(4).to(torch.float8_e4m3fn),
         }
         for name, value in parameters.items():
             is_trained = value.dtype is torch.float32
             self.register_parameter(name, nn.Parameter(value, requires_grad=is_trained))
-        values = torch.randn(4)
+        values = randn(4)
         scale = float(values.abs().max()) / 100
         buffers = {
-            "expanded": torch.randn(3, 1).expand(3, 5),
+            "expanded": randn(3, 1).expand(3, 5),
             "empty": torch.zeros(0, 3),
-            "sparse": torch.randn(4, 4).relu().to_sparse(),
+            "sparse": randn(4, 4).relu().to_sparse(),
             "quantized": torch.quantize_per_tensor(values, scale, 0, torch.qint8),
-            "complex": torch.randn(2, dtype=torch.complex128),
+            "complex": randn(2, dtype=torch.complex128),
         }
         for name, value in buffers.items():
             self.register_buffer(name, value)
@@ -101,7 +102,7 @@ def tensors_of_model(state):
 def test_odd_models_continue_bit_equal(store, kind):
     state, other = new_state(build=OddModel), new_state(seed=1, build=OddModel)
     train(state, 2)
-    state.model.more.seen = [torch.randn(3), torch.randn(1)]
+    state.model.more.seen = [randn(3), randn(1)]
     saved = store.save(kind, 2, state, metric=("loss", 0.5) if kind == "best-k" else None)
     assert not any("tensors match" in note for note in store.load(saved, other))
     assert equal(tensors_of_model(other), tensors_of_model(state))
@@ -139,13 +140,13 @@ class OddOptimizer(torch.optim.SGD):
 
 
 OPTIMIZERS = {
-    "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adamw, fused": lambda p: AdamW(p, lr=0.01, fused=True),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
-    "groups": lambda p: torch.optim.AdamW(
+    "groups": lambda p: AdamW(
         [{"params": p[:1], "weight_decay": 0.0}, {"params": p[1:], "lr": 0.02}]
     ),
     "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2, line_search_fn="strong_wolfe"),
-    "tensor betas": lambda p: torch.optim.AdamW(
+    "tensor betas": lambda p: AdamW(
         p,
         lr=torch.tensor(0.01),
         betas=(torch.tensor(0.9), torch.tensor(0.99)),
@@ -159,7 +160,7 @@ OPTIMIZERS = {
 def step_with_closure(state, steps):
     losses = []
     for _ in range(steps):
-        inputs = torch.randn(6, WIDTH).to(state.model[0].weight)
+        inputs = randn(6, WIDTH).to(state.model[0].weight)
 
         def closure(inputs=inputs):
             state.optimizers[0].zero_grad()
@@ -246,7 +247,7 @@ def test_adapters_are_saved_alone_where_the_parameters_that_train_are_the_model(
         model = nn.Sequential(nn.Linear(WIDTH, 4).requires_grad_(False), nn.Linear(4, 1))
         model[0].register_buffer("packed", Packed())
         trained = nn.ParameterList(one for one in model.parameters() if one.requires_grad)
-        return TrainingState(trained, torch.optim.AdamW(trained))
+        return TrainingState(trained, AdamW(trained))
 
     state, other = build(0), build(1)
     state.model[0].sum().backward()

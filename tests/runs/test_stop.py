@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+from signal import SIGTERM, raise_signal
 
 import pytest
 import torch
@@ -24,9 +25,9 @@ from ..store_models import linear_training, newest_step
 def later():
     """Count the signals that reach the handler of the program around a run."""
     reached = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: reached.append(number))
+    before = signal.signal(SIGTERM, lambda number, frame: reached.append(number))
     yield reached
-    signal.signal(signal.SIGTERM, before)
+    signal.signal(SIGTERM, before)
 
 
 def run_of(folder, **options):
@@ -56,12 +57,12 @@ def test_a_signal_while_a_run_is_opened_ends_it_before_the_first_step(tmp_path, 
     open_store = Store.open
 
     def open_late(store, **options):
-        signal.raise_signal(signal.SIGTERM)
+        raise_signal(SIGTERM)
         open_store(store, **options)
 
     monkeypatch.setattr(Store, "open", open_late)
     run = run_of(tmp_path)
-    assert train(run, batches()) == 128 + signal.SIGTERM
+    assert train(run, batches()) == 128 + SIGTERM
     assert (run.steps, SavedRun(tmp_path).latest(), later) == (0, None, [])
     with Store(tmp_path):
         pass  # the run has released the folder
@@ -71,8 +72,8 @@ def test_a_run_that_can_not_be_opened_gives_back_the_signals_and_the_folder(tmp_
     assert train(run_of(tmp_path), batches()) == 0
     with pytest.raises(RunError, match="holds no step 7"):
         run_of(tmp_path, resume=7)
-    signal.raise_signal(signal.SIGTERM)
-    assert later == [signal.SIGTERM]
+    raise_signal(SIGTERM)
+    assert later == [SIGTERM]
     with Store(tmp_path):
         pass
 
@@ -83,15 +84,15 @@ def test_a_signal_during_the_last_save_in_the_background_does_not_end_it(
     end = BackgroundSaver.__exit__
 
     def end_late(*saver_and_error):
-        signal.raise_signal(signal.SIGTERM)
+        raise_signal(SIGTERM)
         end(*saver_and_error)
 
     monkeypatch.setattr(BackgroundSaver, "__exit__", end_late)
     assert train(run_of(tmp_path, in_background=True), batches()) == 0
     assert newest_step(tmp_path) == 6
     assert later == []
-    signal.raise_signal(signal.SIGTERM)
-    assert later == [signal.SIGTERM]
+    raise_signal(SIGTERM)
+    assert later == [SIGTERM]
 
 
 @pytest.mark.parametrize("num_open", [0, 8])
@@ -101,7 +102,7 @@ def test_a_process_that_the_training_started_can_be_terminated(tmp_path, later, 
     Other runs may have been left open before, in any number.
     """
     left_open = [Stop(STOP_SIGNALS) for _ in range(num_open)]
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(SIGTERM, signal.SIG_DFL)
     run = run_of(tmp_path)
     ours, others = multiprocessing.Pipe()
 
@@ -117,10 +118,10 @@ def test_a_process_that_the_training_started_can_be_terminated(tmp_path, later, 
     ended = child.exitcode
     child.kill()
     run.close()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(SIGTERM) is signal.SIG_DFL
     for stop in reversed(left_open):
         stop.release()
-    assert ended == -signal.SIGTERM
+    assert ended == -SIGTERM
 
 
 def note_worker(path, worker):
@@ -165,7 +166,7 @@ def test_a_signal_within_an_accumulation_window_waits_for_its_end(tmp_path, wind
     def loop():
         for number, _ in enumerate(run.batches(batches()), start=1):
             if number == 5:
-                signal.raise_signal(signal.SIGTERM)
+                raise_signal(SIGTERM)
             if number % window == 0:
                 run.step()
         run.close()
@@ -181,9 +182,9 @@ def test_a_stop_after_a_step_saves_it_and_is_told(tmp_path, later, caplog):
 
     def stop(step):
         if step == 3:
-            signal.raise_signal(signal.SIGTERM)
+            raise_signal(SIGTERM)
 
-    assert train(run, batches(), after_step=stop) == 128 + signal.SIGTERM
+    assert train(run, batches(), after_step=stop) == 128 + SIGTERM
     assert newest_step(tmp_path) == 3
     assert "SIGTERM after step 3: saved at step 3, in " in caplog.text
     assert "start again to go on" in caplog.text

@@ -81,12 +81,14 @@ def one_rank_fails(folder):
 def test_an_error_while_state_is_taken_or_restored_is_raised_on_all_ranks(tmp_path):
     first, second = run_on_ranks(f"{__file__}:one_rank_fails", folder=str(tmp_path))
     for how in (*SAVES, "resume"):
-        assert first[how][0].partition(": ")[0] in ("SaveError", "OtherRank"), how
-        assert "rank 1: " in first[how][0], how
-        assert "KeyError: 'no count" in first[how][0], how
-        assert "KeyError: 'no count" in second[how][0], how
-        assert "rank 1" not in second[how][0], how
-        assert first[how][1] == second[how][1] == "no error", how
+        error, later = first[how]
+        own, own_later = second[how]
+        assert error.partition(": ")[0] in ("SaveError", "OtherRank"), how
+        assert "rank 1: " in error, how
+        assert "KeyError: 'no count" in error, how
+        assert "KeyError: 'no count" in own, how
+        assert "rank 1" not in own, how
+        assert later == own_later == "no error", how
     for how in SAVES:
         assert [saved.step for saved in SavedRun(tmp_path / how).committed("rollback")] == [1]
 
