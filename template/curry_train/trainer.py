@@ -41,6 +41,7 @@ from .loop import LoadedPlan, RunReport, StepReport, mean_loss, run_training_ste
 from .primitives import apply_config
 from .primitives.grad_accum import GradientAccumulation
 from .runs.attach import AttachedRun, saving
+from .runs.files import making
 from .runs.layout import CHECKPOINT_KINDS, find_run, split_request
 from .runs.ranks import Ranks
 
@@ -251,26 +252,18 @@ def _check_length(task: TrainingTask, length: int) -> None:
 def new_run(config: Config) -> Path:
     """Make the folder for the next run of this name and write the configuration into it."""
     root = Path(config.runs)
-    try:
-        return _make_new_run(config, root)
-    except OSError as error:
-        raise ValueError(
-            f"runs={root}: no run can be written there ({error.strerror}): give another folder"
-        ) from error
-
-
-def _make_new_run(config: Config, root: Path) -> Path:
-    root.mkdir(parents=True, exist_ok=True)
-    number = max((number for number, _ in _runs_of(root, config.name)), default=0)
-    while True:
-        number += 1
-        folder = root / f"{config.name}-{number:03d}"
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            continue  # another run took this number at the same moment
-        (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-        return folder
+    with making(root):
+        root.mkdir(parents=True, exist_ok=True)
+        number = max((number for number, _ in _runs_of(root, config.name)), default=0)
+        while True:
+            number += 1
+            folder = root / f"{config.name}-{number:03d}"
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                continue  # another run took this number at the same moment
+            (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+            return folder
 
 
 def how_to_continue(run: AttachedRun, folder: Path, config: str, words: Sequence[str]) -> str:

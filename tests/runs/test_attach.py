@@ -254,3 +254,5 @@ def test_a_store_that_can_not_be_used_ends_a_script(tmp_path):
     assert status == 1
     line = error.splitlines()[-1]
     assert re.search(r"SaveError: .* was not saved: .*No space left.*free some space, or", line)
+    with pytest.raises(ValueError, match="no run can be written there"):
+        saving(nn.Linear(2, 1), runs=__file__)

@@ -72,6 +72,17 @@ def write(path: Path, data: bytes | memoryview) -> None:
     sync_folder(path.parent)
 
 
+@contextlib.contextmanager
+def making(run: Path) -> Iterator[None]:
+    """Refuse the folder of a run in which nothing can be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"runs={run}: no run can be written there ({error.strerror}): give another folder"
+        ) from error
+
+
 def sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

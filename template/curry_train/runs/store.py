@@ -17,7 +17,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .files import MOST_SMALL_BYTES, StrPath, point, read, remove_folder, sync_folder, write
+from .files import (
+    MOST_SMALL_BYTES,
+    StrPath,
+    making,
+    point,
+    read,
+    remove_folder,
+    sync_folder,
+    write,
+)
 from .format import (
     Contents,
     SafetensorsSave,
@@ -206,10 +215,11 @@ class Store(SavedRun):
             self._opened = True
 
     def _open_first(self, wait_seconds: float) -> None:
-        for kind in CHECKPOINT_KINDS:
-            (self.root / kind).mkdir(parents=True, exist_ok=True)
-        sync_folder(self.root)
-        self._lock.acquire(wait_seconds=wait_seconds)
+        with making(self.root):
+            for kind in CHECKPOINT_KINDS:
+                (self.root / kind).mkdir(parents=True, exist_ok=True)
+            sync_folder(self.root)
+            self._lock.acquire(wait_seconds=wait_seconds)
         # Leftovers of interrupted saves and deletions go, and damaged checkpoints stay.
         for kind in CHECKPOINT_KINDS:
             for path in [*(self.root / kind).iterdir()]:
