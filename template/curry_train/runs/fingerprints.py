@@ -29,6 +29,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import get_worker_info
@@ -266,7 +267,9 @@ class Recorder:
     def _module(self, call: Any, module: nn.Module, /, *args: Any, **options: Any) -> Any:
         # Compiled code has no calls of modules; its own call is recorded from outside. Tensors of a
         # transform must not escape from it.
-        if torch.compiler.is_compiling() or in_transform() or not self.is_on:
+        # Some backends call what they have compiled as a module without parameters.
+        is_compiled = isinstance(module, GraphModule) and not [*module.parameters()]
+        if torch.compiler.is_compiling() or is_compiled or in_transform() or not self.is_on:
             return call(module, *args, **options)
         # The first call of lazy modules makes their parameters.
         if self.within is None and any(map(nn.parameter.is_lazy, module.parameters())):
@@ -517,8 +520,9 @@ class Operations(TorchDispatchMode):
         options = kwargs or {}
         worker = get_worker_info()
         is_asked = recorder.in_replay or recorder.step == recorder.operations_in_step
-        # A worker has made its batches before their step.
-        if not (recorder.operations_in_step if worker else recorder.is_on and is_asked):
+        # A worker has made its batches before their step. A name for a profile computes nothing.
+        is_on = recorder.operations_in_step if worker else recorder.is_on and is_asked
+        if not is_on or func.namespace == "profiler":
             output = func(*args, **options)
             if recorder.is_on and recorder.exchange is not None:
                 recorder.exchange.add_noise(func, output)
