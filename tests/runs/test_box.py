@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from curry_train.primitives import NonFiniteWindow
 from curry_train.runs import DamagedCheckpoint, RunError, SavedRun, saving
 from curry_train.runs.box import BoxFacts, read_facts, read_rank
-from curry_train.runs.fingerprints import value_range
-from curry_train.runs.replay import makes_not_finite
+from curry_train.runs.fingerprints import Observation, value_range
+from curry_train.runs.replay import examine, makes_not_finite
 from torture_shapes import Call
 
 STEPS = 12
@@ -209,4 +209,13 @@ def test_the_range_of_a_number_and_of_complex_values_is_read():
     values = torch.tensor([-2.0, 4.0])
     assert value_range(torch.complex(values, values)) == (-2.0, 4.0)
     assert value_range(3.0) == (3.0, 3.0)
-    assert value_range(float("nan")) is None
+    assert [*map(value_range, (math.nan, -math.inf))] == [None, None]
+
+
+def test_an_infinite_argument_is_named_where_the_step_before_had_none():
+    fill = {"kind": "operation", "name": "fill_", "line": "", "given": []}
+    good = Observation(step=1, values={}, **fill)
+    bad = Observation(step=2, values={0: math.inf}, ranges={0: (0, math.inf)}, **fill)
+    assert examine([good, bad])["origin"]
+    # Without the step before it may be a mask.
+    assert not examine([bad])["origin"]

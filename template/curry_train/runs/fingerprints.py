@@ -14,6 +14,7 @@ import contextlib
 import functools
 import importlib
 import json
+import math
 import os
 import sys
 import traceback
@@ -586,10 +587,10 @@ def ranges_of(values: Values) -> dict[str, Range]:
 def value_range(value: Any) -> Range | None:
     """Return the least and the largest value of a tensor or number of floats; NaN if it has one.
 
-    A number that is NaN has none, so that the operation that it is given to is the first with NaN.
+    A number that is not finite has none, so that its operation is named, and not the next one.
     """
     if isinstance(value, float):
-        return (value, value) if value == value else None
+        return (value, value) if math.isfinite(value) else None
     if not isinstance(value, Tensor):
         return None
     with unwatched():

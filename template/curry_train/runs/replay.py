@@ -39,6 +39,7 @@ from .values import Facts
 
 # Options of `saving` in a replay.
 NOTHING_SAVED = {"rollback_every": None, "recovery_every": None, "best_k": 0}
+Key = tuple[Any, ...]
 
 
 class Replay:
@@ -127,7 +128,8 @@ class Replay:
         self.begin()
         if self._begun == self.facts.step and self._content["batches"]:
             kept = self._content["batches"].pop(0)
-            if _digests(kept) != _digests(batch):
+            own, other = ([digest(it) for it in tensors_in(one)] for one in (kept, batch))
+            if own != other:
                 self.found["notes"].append(
                     "the script's own batch is another one than the box's: seed what makes the data"
                 )
@@ -157,10 +159,6 @@ class Replay:
             self._end(self.found)
 
 
-def _digests(batch: Any) -> list[str]:
-    return [digest(one) for one in tensors_in(batch)]
-
-
 # What was recorded.
 
 
@@ -176,7 +174,11 @@ def examine(record: Record) -> Facts:
     norms = [_last_norms(one) for one in (good, bad)]
     return {
         "operations": [(_shown(one), one.digests) for one in bad if one.kind == "operation"],
-        "origin": next((one for key, one in sources.items() if key not in by_design), None),
+        "origin": next(
+            # Without a good step an infinite argument is taken for that of a mask.
+            (it for key, it in sources.items() if key not in by_design and (good or key[-1])),
+            None,
+        ),
         "growth": growth(good, bad) if good else None,
         "gradient": math.hypot(*norms[1].values()),
         "gradient before": math.hypot(*norms[0].values()) if good else None,
@@ -194,10 +196,14 @@ def _module(path: str) -> str:
     return path.removeprefix("model").removeprefix(".")
 
 
-def _sources(step: Record) -> dict[tuple[Any, ...], Facts]:
-    """Return what makes NaN or infinity of finite values, in order, by a key for its place."""
-    found: dict[tuple[Any, ...], Facts] = {}
-    counts = Counter[tuple[Any, ...]]()
+def _sources(step: Record) -> dict[Key, Facts]:
+    """Return what makes NaN or infinity of finite values, in order, by a key for its place.
+
+    The last entry of a key is the number of the call, or 0 for an infinite argument, because a good
+    step may have fewer calls of a mask.
+    """
+    found: dict[Key, Facts] = {}
+    counts = Counter[Key]()
     for place, one in enumerate(step):
         ranges = one.ranges.items()
         bad = {name: ends for name, ends in ranges if not all(map(math.isfinite, ends))}
@@ -210,9 +216,9 @@ def _sources(step: Record) -> dict[tuple[Any, ...], Facts]:
             key = tuple(source.values())
             counts[key] += 1
             if makes_not_finite(one.given, list(one.ranges.values())):
-                result = next(iter(bad.values()))
-                source |= {"place": place, "inputs": one.given, "result": result}
-                found[*key, counts[key]] = source
+                source |= {"place": place, "inputs": one.given, "result": next(iter(bad.values()))}
+                fills = {math.inf, -math.inf}.intersection(one.values.values())
+                found.setdefault((*key, 0 if fills else counts[key]), source)
     return found
 
 
