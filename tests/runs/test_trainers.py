@@ -4,6 +4,7 @@ python -m pytest tests/runs/test_trainers.py
 """
 
 import logging
+import math
 import shutil
 from functools import partial
 from pathlib import Path
@@ -275,7 +276,7 @@ def steps_of(folder):
 
 
 def test_a_spike_ends_the_training_of_hugging_face_where_it_would_be_rolled_back(tmp_path, caplog):
-    options = {"save_strategy": "no", "logging_strategy": "steps", "logging_steps": 1}
+    options = {"save_steps": 1, "logging_strategy": "steps", "logging_steps": 1}
     trainer = trainer_of(tmp_path / "out", **options, logging_nan_inf_filter=False)
     trainer.train_dataset[0]["labels"].fill_(float("nan"))
     record_training(trainer, tmp_path / "run", watch=SpikeConfig(action="rollback")).train()
@@ -283,6 +284,7 @@ def test_a_spike_ends_the_training_of_hugging_face_where_it_would_be_rolled_back
     trainer.evaluate(trainer.train_dataset)
     step = trainer.state.global_step
     assert step < 6
+    assert f"checkpoint-{step}" not in folders(tmp_path / "out")
     logged = [(one["step"], float(one["loss"])) for one in trainer.state.log_history[: step - 1]]
     assert logged == steps_of(tmp_path / "run")[:-1]
     assert [event["kind"] for event in lines_of(tmp_path / "run")][-2:] == ["spike", "stop"]
@@ -298,6 +300,11 @@ def test_the_journal_of_lightning_has_the_mean_loss_of_each_step(tmp_path):
     layer = linear()
     means = [layer(samples[start : start + 4]).square().mean().item() for start in (0, 4)]
     assert steps[0][1] == pytest.approx(sum(means) / 2, rel=1e-6)
+    # It ends at a spike, and what was saved before it stays.
+    samples[8:] = math.nan
+    watched = partial(record, watch=SpikeConfig(action="rollback"))
+    fitted(tmp_path / "spike", samples=samples, change=watched)
+    assert folders(tmp_path / "spike")[1] == "epoch=0-step=2.ckpt"
 
 
 def test_the_journal_of_another_object_is_refused():

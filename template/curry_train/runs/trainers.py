@@ -256,7 +256,8 @@ def add_callback(trainer: Any, methods: type, *args: Any) -> None:
     if library == "transformers":
         trainer.add_callback(callback)
     else:
-        trainer.callbacks.append(callback)
+        # Before those that save, which an end of the training must reach first.
+        trainer.callbacks.insert(0, callback)
 
 
 def replace_calls(owner: Any, **functions: Callable[..., Any]) -> None:
@@ -392,9 +393,9 @@ def record_training(trainer: Any, folder: StrPath, *, watch: SpikeConfig | None 
 
     The journal has the loss of each step, and of Hugging Face's Trainer the losses that it logs: of
     each step with `logging_steps=1`. `watch` turns the detection of spikes on: a spike is a
-    warning, and with the action `rollback` it ends the training, so that the next start may resume
-    from an older checkpoint; under Accelerate it ends with a RunError. Hugging Face logs a NaN only
-    with `logging_nan_inf_filter=False`. Returns what it was given.
+    warning, and with the action `rollback` it ends the training, which saves nothing more, so that
+    the next start may resume from an older checkpoint; under Accelerate it ends with a RunError.
+    Hugging Face logs a NaN only with `logging_nan_inf_filter=False`. Returns what it was given.
     """
     library, _ = library_of(trainer, otherwise="call saving(..., journal=True) in the loop")
     if library == "accelerate":
@@ -456,7 +457,9 @@ class _HuggingFaceJournal(_WatchedJournal):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.begin(state.global_step, config=args.to_sanitized_dict())
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] = {}, **_: Any
+    ) -> None:
         # A call of `evaluate` before or after the training logs, too.
         if self.journal is None:
             return
@@ -466,6 +469,10 @@ class _HuggingFaceJournal(_WatchedJournal):
             control.should_training_stop |= bool(self.reason)
         if "eval_loss" in logs:
             self.journal.write("eval", step=step, metric="eval_loss", value=logs["eval_loss"])
+        # What the spike has left is not saved, also where each epoch is.
+        control.should_save &= not self.reason
+
+    on_epoch_end = on_log
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.end(state.global_step)
@@ -475,6 +482,8 @@ class _LightningJournal(_WatchedJournal):
     """Records the loss of each optimizer step of Lightning's Trainer."""
 
     _seen = 0
+    # Callbacks that save, which would do so after a spike, and delete an older checkpoint.
+    _resting: Any = ()
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self._seen = trainer.global_step
@@ -493,10 +502,18 @@ class _LightningJournal(_WatchedJournal):
             return
         self._seen = trainer.global_step
         self.step(self._seen, self.mean_loss(), trainer.optimizers[0].param_groups[0]["lr"])
-        trainer.should_stop |= bool(self.reason)
+        if self.reason:
+            trainer.should_stop = True
+            self._resting = trainer.checkpoint_callbacks
+            for one in self._resting:
+                trainer.callbacks.remove(one)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self.end(trainer.global_step)
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        trainer.callbacks += self._resting
+        self._resting = ()
 
 
 # Accelerate counts no steps, so its checkpoints hold their number in this file.
