@@ -4,6 +4,7 @@ Run: `python -m pytest tests/cli/test_resume_check.py`.
 """
 
 import copy
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -194,6 +195,12 @@ def test_generators_that_are_left_alone_need_no_seed_in_a_closure(checked, capfd
     assert found["withheld"]["generators"]["generators"].startswith("torch")
     # The link to the newest state is put back as a link.
     assert "was a folder" not in "".join(capfd.readouterr())
+
+
+def test_a_signal_between_two_runs_leaves_no_checkpoint(checked, monkeypatch):
+    between = "curry_train.cli.resume_check.archived_changes"
+    monkeypatch.setattr(between, lambda _: signal.raise_signal(15))
+    checked(PLAIN, "all", status=143)
 
 
 def test_a_program_that_saves_nothing_is_told_how_to(checked):

@@ -13,7 +13,6 @@ import itertools
 import os
 import re
 import shlex
-import shutil
 import tarfile
 import tempfile
 from collections.abc import Callable, Mapping
@@ -23,14 +22,24 @@ from typing import Any
 import click
 
 from ..core.wording import provenance, some_of
-from ..gates.loop_run import End, LoopFailed, put_back, read_changes, run_ranks, train_by
+from ..gates.loop_run import (
+    End,
+    LoopFailed,
+    put_back,
+    read_changes,
+    run_ranks,
+    stopped_by_signals,
+    train_by,
+)
+from ..runs.files import remove_folder
+from ..runs.values import Facts
 from .options import program_option, steps_option
 from .parameters import number_option, option
 from .resume_watch import PARTS, StateWatch
 from .screen import Ended, echo_lines, messages_on_screen, screen_command
 from .train import train_command
 
-Steps = list[dict[str, Any]]
+Steps = list[Facts]
 
 # As a shell's command begins; in capitals, as `rate=1` may be an argument.
 VARIABLE = re.compile("[A-Z_][A-Z0-9_]*=")
@@ -45,7 +54,7 @@ def check_resume(
     kill_at: int,
     show: Callable[[str], None],
     variables: Mapping[str, str],
-) -> dict[str, Any]:
+) -> Facts:
     """Run a program straight, killed, resumed, and resumed without each part; compare.
 
     `start` and `again` are kind and words of the program at its start and at its resume, which has
@@ -99,7 +108,9 @@ def check_resume(
     compared = resumed[:last]
     found = differences(straight, compared, begun)
     pairs = enumerate(zip(compared, straight[begun:], strict=False), begun + 1)
-    unequal = [step for step, (now, was) in pairs if now["after"] != was["after"]]
+    # A copy of the weights, such as an average, may differ alone.
+    own = {"copies": None}
+    unequal = [step for step, (now, was) in pairs if now["after"] | own != was["after"] | own]
     return {
         "steps": num_steps,
         "killed_at": kill_at,
@@ -129,10 +140,7 @@ def archived_changes(folder: Path) -> Callable[[], None]:
 
     def restore() -> None:
         for place in places:
-            if place.is_dir() and not place.is_symlink():
-                shutil.rmtree(place)
-            else:
-                place.unlink(missing_ok=True)
+            remove_folder(place)
         with tarfile.open(archive) as packed:
             packed.extractall("/", filter="fully_trusted")
 
@@ -288,7 +296,12 @@ def resume_check_command(
     variables = [*itertools.takewhile(VARIABLE.match, resume_words)]
     words_again = [*words, *resume_words[len(variables) :]]
     again = ["resumed trainer" if kind == "trainer" else kind, *words_again]
-    with tempfile.TemporaryDirectory() as folder, messages_on_screen() as show:
+    # Between two runs, too, a signal must leave no checkpoints of the killed one.
+    with (
+        stopped_by_signals(),
+        tempfile.TemporaryDirectory() as folder,
+        messages_on_screen() as show,
+    ):
         found = check_resume(
             Path(folder),
             [kind, *words],
@@ -302,7 +315,7 @@ def resume_check_command(
     return provenance() | found, not found["equal"]
 
 
-def describe(found: dict[str, Any]) -> list[str]:
+def describe(found: Facts) -> list[str]:
     """Return the verdict first, then what the check would have noticed."""
     lines = [
         f"{found['steps']} steps, killed in step {found['killed_at']}, resumed after step "

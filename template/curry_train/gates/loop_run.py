@@ -135,7 +135,7 @@ def run_ranks(
             # Standard output is for the result; the script prints to standard error.
             processes.append(subprocess.Popen(command, env=environment, stdout=2))
         try:
-            with _stopped_by_signals():
+            with stopped_by_signals():
                 _wait(Path(folder), processes)
         finally:
             for one in processes:
@@ -156,7 +156,7 @@ def run_ranks(
 
 
 @contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[None]:
+def stopped_by_signals() -> Iterator[None]:
     """Let the signals that end a process raise SystemExit, so that files are put back."""
     with contextlib.ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():

@@ -92,11 +92,11 @@ def sync_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder if it is there."""
-    if path.is_symlink():
-        path.unlink()
-    elif path.exists():
+    """Remove a folder, or what is in its place."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sizes(path: Path) -> dict[str, int | None]:
