@@ -68,14 +68,15 @@ class DatasetSlice:
 
 def split_dev(dataset: Dataset, dev_fraction: float) -> tuple[Dataset, Dataset | None]:
     """Return the training samples, and the dev samples at the end (None without any)."""
-    num_dev = round(len(dataset) * dev_fraction)
-    if dev_fraction and not 0 < num_dev < len(dataset):
+    size = len(dataset)
+    num_dev = round(size * dev_fraction)
+    if dev_fraction and not 0 < num_dev < size:
         raise ValueError(
-            f"data.dev_fraction={dev_fraction} of {len(dataset)} samples leaves none to train on "
+            f"data.dev_fraction={dev_fraction} of {size} samples leaves none to train on "
             "or to measure: use more data, shorter samples (data.length), or data.dev_fraction=0"
         )
-    num_trained = len(dataset) - num_dev
-    dev = DatasetSlice(dataset, num_trained, len(dataset)) if num_dev else None
+    num_trained = size - num_dev
+    dev = DatasetSlice(dataset, num_trained, size) if num_dev else None
     return DatasetSlice(dataset, 0, num_trained), dev
 
 

@@ -87,12 +87,13 @@ def complete_figures(row: Figures, plain: Figures, *, precision: torch.dtype | N
     """
     if row.step is None:
         return
+    seconds = row.step.median
     row.peak_ratio = ratio_of(row.peak_bytes, plain.peak_bytes)
-    row.terms_per_second = row.num_terms / row.step.median
+    row.terms_per_second = row.num_terms / seconds
 
     if row.peak_flops_per_second and row.model_flops and row.executed_flops is not None:
-        row.mfu = row.model_flops / row.step.median / row.peak_flops_per_second
-        row.hfu = row.executed_flops / row.step.median / row.peak_flops_per_second
+        row.mfu = row.model_flops / seconds / row.peak_flops_per_second
+        row.hfu = row.executed_flops / seconds / row.peak_flops_per_second
         if max(row.mfu, row.hfu) > 1:
             row.notes.append(
                 f"above the peak ({row.peak_source}), so that is not the peak for what ran: "

@@ -245,23 +245,23 @@ class TrainingStep:
         optimizer: Optimizer = "adamw",
         like: "TrainingStep | None" = None,
     ) -> None:
-        self.case = replace(case, dtype=lever.dtype or case.dtype)
+        case = self.case = replace(case, dtype=lever.dtype or case.dtype)
         self.lever = lever
         # The autocast that the model or its loss sets by itself.
         self.autocast: Autocast = {**like.autocast} if like else {}
         self.device = case.device
-        self.model = self.case.build()
-        self.window = self._window(self.case.batch() if batch is None else self.case.place(batch))
+        self.model = case.build()
+        self.window = self._window(case.batch() if batch is None else case.place(batch))
 
         twins: dict[Any, nn.Parameter] = {}
-        if like is not None and self.case.dtype == like.case.dtype:
+        if like is not None and case.dtype == like.case.dtype:
             shared = like.model.parameters()
             twins = dict(zip(shared, self.model.parameters(), strict=True))
         for theirs, own in twins.items():
             own.data = theirs.data
 
         microbatch = self.window.microbatches[0]
-        sample = Sample(microbatch, self.mean_loss, self.case.blocks)
+        sample = Sample(microbatch, self.mean_loss, case.blocks)
         self.changed = [name for change in lever.changes for name in change(self.model, sample)]
         self.optimizer = make_optimizer(optimizer, self.model)
         for group in self.optimizer.param_groups:

@@ -182,6 +182,7 @@ def _inspect_folder(path: Path) -> Inspection:
 def _read_each(files: Mapping[str, Path], found: Inspection) -> None:
     """Read every file of tensors in a folder, or those that an index of Hugging Face lists."""
     index = next((files[name] for name in SHARD_INDEXES if name in files), None)
+    add_problem = found.problems.append
     # The keys that each file should hold.
     keys: dict[str, set[str]] = {}
     if index is None:
@@ -193,20 +194,20 @@ def _read_each(files: Mapping[str, Path], found: Inspection) -> None:
     is_model = index is not None or [*keys] == ["model.safetensors"]
     for name in sorted(keys):
         if name not in files:
-            found.problems.append(f"{name:.80} is missing, with {len(keys[name]):,} tensors")
+            add_problem(f"{name:.80} is missing, with {len(keys[name]):,} tensors")
             continue
         content = read_tensor_file(files[name])
         missing = keys[name] - {tensor.name for tensor in content.tensors}
         found.add(content, prefix="" if is_model else f"{name}: ")
         if missing:
-            found.problems.append(f"{name:.80} lacks {min(missing)!r:.80}")
+            add_problem(f"{name:.80} lacks {min(missing)!r:.80}")
     found.problems += _damaged_json(files)
     if is_model:
         found.complete = True
     elif keys:
         found.unknown.append(MISSING_FILES_UNKNOWN)
     else:
-        found.problems.append(NO_FILES)
+        add_problem(NO_FILES)
 
 
 def _damaged_json(files: Mapping[str, Path]) -> Iterator[str]:

@@ -244,9 +244,8 @@ INIT_TEXT = b'"""Techniques of curry-train, owned here."""\n'
 
 def _echo_usage(bundle: Bundle, technique: Technique) -> None:
     if technique.rooms:
-        click.echo("Nothing is copied without --own.")
         pin = f'"{DISTRIBUTION_NAME}=={bundle.version}"'
-        click.echo(f"Dependency:\n  {pin}\nIn the training loop:")
+        click.echo(f"Nothing is copied without --own.\nDependency:\n  {pin}\nIn the training loop:")
     else:
         click.echo(f"{technique.name} is a tool; nothing is copied. Run:")
     for line in technique.usage:

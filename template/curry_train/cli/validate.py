@@ -235,8 +235,10 @@ def validate_command(
     if is_long := seconds * num_steps >= LONG_SECONDS:
         total = f"{format_duration(num_steps * seconds)} in all"
         steps = f"{num_steps} steps of {format_seconds(seconds)}, {total}"
-        click.echo(f"about {steps}: a line for each gate, short gates first")
-        click.echo(f"Quicker: {'' if shrink else '--shrink 2, or '}--gate NAME")
+        click.echo(
+            f"about {steps}: a line for each gate, short gates first\n"
+            f"Quicker: {'' if shrink else '--shrink 2, or '}--gate NAME"
+        )
         gates = tuple(sorted(gates, key=lambda gate: gate.steps))
     facts = facts_of([first.case for first in looks.values()])
     click.echo(heading(facts))

@@ -222,17 +222,18 @@ class LiveStorages(OperationMode):
             self.bytes_peak = max(self.bytes_peak, pending.bytes_alive)
             return
         # The operand, which was freed, lives on as the result.
+        events = self.events
         operand, result = pending.operand, pending.result
         del self.lives[_last(self.lives, result)]
-        del self.events[_last(self.events, (operand, False))]
-        del self.events[_last(self.events, (result, True))]
+        del events[_last(events, (operand, False))]
+        del events[_last(events, (result, True))]
         operand.died = result.died
         operand.node = result.node
         if result.died is None:
             reference, _ = self._known[pending.storage_key]
             self._known[pending.storage_key] = reference, operand
         else:
-            self.events[_last(self.events, (result, False))] = operand, False
+            events[_last(events, (result, False))] = operand, False
 
     def _sum_of(self, func: Any, args: Any, out: Any) -> _Sum | None:
         """Return the sum that backward computes in place when no mode is active, if it may be."""

@@ -151,20 +151,21 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def check_comparable(plain: StepRecord) -> None:
     """Raise `NothingToCompare` if the gradients of a plain step are not finite, or are rounding."""
+    loss = plain.loss.item()
     norm = plain.gradient_norm
     if not math.isfinite(norm):
         raise NothingToCompare(
-            f"the plain step's gradients are not finite (its loss is {plain.loss.item():.3g}), so "
+            f"the plain step's gradients are not finite (its loss is {loss:.3g}), so "
             "nothing can be compared: return a Workload with another loss or batch"
         )
     gradients = filter(torch.is_tensor, plain.gradients.values())
     precision = max((torch.finfo(one.dtype).eps for one in gradients), default=1.0)
     effect = norm * (plain.parameter_norm or 1.0)
     least = max(LEAST_GRADIENT_EFFECT, GRADIENT_ROUNDING_UNITS * precision)
-    if effect <= least * abs(plain.loss.item()):
+    if effect <= least * abs(loss):
         raise NothingToCompare(
             f"the plain step's gradients have a norm of {norm:.1e}, below the rounding of its loss "
-            f"({plain.loss.item():.3g}), so nothing can be compared: return a Workload whose loss "
+            f"({loss:.3g}), so nothing can be compared: return a Workload whose loss "
             "depends on the weights"
         )
 

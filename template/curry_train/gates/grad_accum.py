@@ -236,11 +236,12 @@ def scaled_window(case: Case, *, train_window: Train = train_window) -> Outcome:
 
     A gradient that overflows must skip the step and the schedule.
     """
+    device = case.device.type
     if not takes(train_window, "scaler"):
         raise NotApplicable("the implementation takes no gradient scaler")
     trained = {one.dtype for one in case.build().parameters() if one.requires_grad}
     refused = {torch.float16, torch.complex64, torch.complex128}
-    if case.device.type == "cuda":
+    if device == "cuda":
         refused.add(torch.bfloat16)
     for dtype in trained & refused:
         raise NotApplicable(f"torch's scaler takes no gradients in {dtype}")
@@ -249,7 +250,7 @@ def scaled_window(case: Case, *, train_window: Train = train_window) -> Outcome:
         train_window=train_window,
         sizes=[[2] * 4],
         with_options=True,
-        scaler=torch.amp.GradScaler(case.device.type, init_scale=LOSS_SCALE),
+        scaler=torch.amp.GradScaler(device, init_scale=LOSS_SCALE),
         hint="unscale once per window, after the last backward and before clipping",
     )
 
@@ -264,7 +265,7 @@ def scaled_window(case: Case, *, train_window: Train = train_window) -> Outcome:
         train_window,
         overflowing,
         is_scheduled=takes(train_window, "scheduler"),
-        scaler=torch.amp.GradScaler(case.device.type),
+        scaler=torch.amp.GradScaler(device),
     )
     measured += f"; overflow: {overflowed.counts()}"
     if not hint and (overflowed.steps or overflowed.num_schedule_steps):

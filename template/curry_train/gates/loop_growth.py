@@ -48,7 +48,8 @@ class Growth(Blank):
     graphs: list[str]
 
     def count(self, num_steps: int) -> None:
-        is_late = num_steps > LAST_STEP and not self.found
+        found = self.found
+        is_late = num_steps > LAST_STEP and not found
         if is_late or num_steps < FIRST_STEP or num_steps <= self.num_steps:
             return
         objects = gc.get_objects()
@@ -71,8 +72,8 @@ class Growth(Blank):
         self.sizes = {
             key: sizes[key] for key in before if sizes.get(key, -1) >= before[key] + by_least
         }
-        for key in self.found.keys() - self.sizes:
-            del self.found[key]
+        for key in found.keys() - self.sizes:
+            del found[key]
         self.num_steps = num_steps
         if num_steps == FIRST_STEP + FEWEST_INTERVALS:
             if self.sizes.pop(0, 0):
@@ -89,9 +90,9 @@ class Growth(Blank):
                 one = containers[key]
                 measured = _description(one, (size - self.first[key]) / FEWEST_INTERVALS)
                 if place := _line_that_registers(one):
-                    self.found[key] = place, "registers a hook in each step that is never removed"
+                    found[key] = place, "registers a hook in each step that is never removed"
                 elif measured and (place := _line_that_keeps(one)):
-                    self.found[key] = place, measured
+                    found[key] = place, measured
 
 
 def _line_that_registers(container: Any) -> str | None:

@@ -326,8 +326,9 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
     # Of two matrices that are multiplied one that is 0 alone has a gradient.
     wide = [one for one in flat if one.dim() == 2]
     # Square ones may well be unused so far, as a table of zeros for each stage.
-    fits = {one.shape[0] for one in wide if one.shape[0] < one.shape[1]}
-    fits &= {one.shape[1] for one in wide if one.shape[1] < one.shape[0]}
+    shapes = [one.shape for one in wide]
+    fits = {rows for rows, columns in shapes if rows < columns}
+    fits &= {columns for rows, columns in shapes if columns < rows}
     is_product = fits and len(flat) == len(wide) and not all(one.any() for one in wide)
     # A bias that has a gradient tells that the layer is used, also what rounding leaves of it.
     used = {trace.names.get(one) for one in last.slopes.keys() - flat}

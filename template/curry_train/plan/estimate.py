@@ -200,24 +200,26 @@ class Sketch:
         self.choice: BlockChoice | None = None
 
     def __enter__(self) -> "Sketch":
+        sharding = self.sharding
         try:
             with self._stack as stack:
-                stack.enter_context(heap_kept())
+                enter = stack.enter_context
+                enter(heap_kept())
                 mode = None
-                if self.sharding.is_shared:
-                    mesh = one_rank(self.sharding.mesh, rank=self.sharding.rank)
-                    self._mesh = stack.enter_context(mesh)
+                if sharding.is_shared:
+                    mesh = one_rank(sharding.mesh, rank=sharding.rank)
+                    self._mesh = enter(mesh)
                     mode = RankKernels(kernels=self.kernels)
-                active = stack.enter_context(pretended(mode=mode, kernels=self.kernels))
+                active = enter(pretended(mode=mode, kernels=self.kernels))
                 self.case = PretendedCase(load_workload(self._workload), **self._options)
                 module = self.build()
-                if self.sharding.is_shared:
+                if sharding.is_shared:
                     # Imported here because a plan of one rank forces no routing.
                     from ..primitives.routing import has_router
 
                     if has_router(module):
-                        stack.enter_context(EvenRouting())
-                stack.enter_context(self.draws)
+                        enter(EvenRouting())
+                enter(self.draws)
                 if not needs_rehearsal(self.case):
                     self._state = OptimizerState(active.values)
                 self._try_optimizer(module)
@@ -232,7 +234,7 @@ class Sketch:
             self.why_real = who_needs_values(cause)
 
         if self.why_real is not None:
-            if self.sharding.is_shared:
+            if sharding.is_shared:
                 raise ValueError(FROM_SHAPES_ALONE.format(self.why_real))
             self._stack = contextlib.ExitStack()
             self._stack.enter_context(heap_kept())

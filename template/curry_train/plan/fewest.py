@@ -313,6 +313,7 @@ class _Search:
 
     def _with(self, sketch: Sketch, change: Change) -> GpuCount | None:
         """Return the attempt with a change; None if the change does nothing here."""
+        card = self.card
         sharding = sketch.sharding
         own = self.global_batch // sharding.data_ranks
         microbatch = 1 if SMALLEST in change else own
@@ -327,20 +328,20 @@ class _Search:
         options = dict.fromkeys(blocks, Option(FULL_KIND))
         candidate = Candidate(microbatch, steps, CHUNKED in change, options=options)
         try:
-            step = WholeSteps(sketch, card=self.card, links=self.links).step(candidate)
+            step = WholeSteps(sketch, card=card, links=self.links).step(candidate)
         except UnsuitableHead:
             self.has_chunks = False
             return None
         state = step.fixed - max(step.timeline.owners.get(BATCH_GROUP, [0]))
-        context = self.card.context(step.trace)
+        context = card.context(step.trace)
         return GpuCount(
             sharding,
             change,
             microbatch,
             steps,
-            self.card.bytes_needed(step),
-            self.card.limit()[0],
-            time_of_window(step, self.card.profile, self.links, steps=steps),
+            card.bytes_needed(step),
+            card.limit()[0],
+            time_of_window(step, card.profile, self.links, steps=steps),
             state + context,
             context + floor_of(step),
         )

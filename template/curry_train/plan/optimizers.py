@@ -203,12 +203,13 @@ def make_optimizer(
         return _of_factory(name, module, foreach=foreach)
     trained = trained_parameters(module)
     name = TRAINER_OPTIMIZERS.get(str(name), name)
+    adamw = torch.optim.AdamW
     if name == "adamw":
-        return torch.optim.AdamW(trained, foreach=foreach)
+        return adamw(trained, foreach=foreach)
     if name == "adamw-fused":
-        return torch.optim.AdamW(trained, fused=True)
+        return adamw(trained, fused=True)
     if name == "adamw-in-backward":
-        return StepInBackward(trained, functools.partial(torch.optim.AdamW, foreach=foreach))
+        return StepInBackward(trained, functools.partial(adamw, foreach=foreach))
     if name in ("sgd", "sgd-momentum"):
         return torch.optim.SGD(
             trained, lr=1e-3, momentum=0.9 if name == "sgd-momentum" else 0.0, foreach=foreach

@@ -64,20 +64,21 @@ class Sharding:
     sync_each_microbatch: bool = False
 
     def __post_init__(self) -> None:
+        mesh = self.mesh
         require_whole("ranks", self.ranks, least=1)
-        for name, size in self.mesh.items():
+        for name, size in mesh.items():
             require_whole(f"the size of {name} in the mesh", size, least=1)
-        if PIPELINE_DIMENSION in self.mesh:
+        if PIPELINE_DIMENSION in mesh:
             raise ValueError(
                 "stages of a pipeline are not planned: plan the modules of one stage as a model, "
                 "with the mesh of the ranks that share it"
             )
-        in_mesh = math.prod(self.mesh.values())
-        if self.mesh and self.ranks not in (1, in_mesh):
+        in_mesh = math.prod(mesh.values())
+        if mesh and self.ranks not in (1, in_mesh):
             raise ValueError(f"the mesh has {in_mesh} ranks, and ranks is {self.ranks}")
-        ranks = in_mesh if self.mesh else self.ranks
+        ranks = in_mesh if mesh else self.ranks
         object.__setattr__(self, "ranks", ranks)
-        object.__setattr__(self, "mesh", dict(self.mesh) or {"dp": ranks})
+        object.__setattr__(self, "mesh", dict(mesh) or {"dp": ranks})
         if not 0 <= self.rank < ranks:
             raise ValueError(
                 f"rank {self.rank} is none of {ranks} ranks: use 0 to {ranks - 1}, or more ranks"

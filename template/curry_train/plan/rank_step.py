@@ -92,26 +92,26 @@ def record_rank_step(
     before = RankStorages(owner=lambda: (group, REST_LAYER))
     records = [before]
     program = make_program(before)
-    optimizer = program.optimizer
+    module, optimizer = program.module, program.optimizer
     groups = _parameter_groups(program.called)
     is_synced = all(one.reduce_grads for one in groups)
     if not is_synced:
         group = GRADIENTS_GROUP
         warnings.warn(UNSYNCED_WARNING, stacklevel=2)
     called_loss = functools.partial(_loss_of, program, loss)
-    with seeded(0), torch.enable_grad(), as_trained(program.module):
+    with seeded(0), torch.enable_grad(), as_trained(module):
         with before:
             _warm_up(program, called_loss, state, is_synced=is_synced)
             if accumulated:
                 gc.collect()
                 group = GRADIENTS_GROUP
                 _run_microbatch(program, called_loss, syncs=syncs_each)
-        layers = divide(program.module, blocks=blocks or None)
+        layers = divide(module, blocks=blocks or None)
 
         def begin_record() -> StepLives:
             gc.collect()
             device = torch.device("cpu")
-            lives = StepLives(program.module, device, layers, optimizer, state)
+            lives = StepLives(module, device, layers, optimizer, state)
             lives.follow_all(program.batch, records)
             records.append(lives)
             return lives
@@ -123,9 +123,9 @@ def record_rank_step(
                 _run_microbatch(program, called_loss, syncs=syncs_each)
         lives = begin_record()
         lives.dtypes = {one.mp_policy.param_dtype for one in groups}
-        with holding_output(program.module, keeps_output), lives.running, lives:
+        with holding_output(module, keeps_output), lives.running, lives:
             run_recorded_step(
-                program.module,
+                module,
                 program.batch,
                 called_loss,
                 optimizer,

@@ -367,13 +367,14 @@ class StepLives(RankStorages):
         return curves
 
     def _owner_now(self) -> tuple[str, str]:
+        running = self.running
         if self.phase == "forward":
-            return ACTIVATIONS_GROUP, self.running.current
+            return ACTIVATIONS_GROUP, running.current
         # Recompute runs in grad mode, and backward makes gradients without it.
         if self.phase == "backward" and torch.is_grad_enabled():
-            in_layer = self.running.current != REST_LAYER
-            return ACTIVATIONS_GROUP, self.running.current if in_layer else self.running.latest
-        self.running.latest = REST_LAYER
+            in_layer = running.current != REST_LAYER
+            return ACTIVATIONS_GROUP, running.current if in_layer else running.latest
+        running.latest = REST_LAYER
         return TEMPORARIES_GROUP, REST_LAYER
 
 

@@ -325,11 +325,12 @@ class Plan:
 
     def assumptions(self) -> str:
         """Name what the plan is for, what of the card it leaves free, and where times are from."""
-        found = [self.settings.get(name) for name in ("device", "dtype", "optimizer")]
-        found += self.settings.get("limit_notes") or []
+        setting = self.settings.get
+        found = [setting(name) for name in ("device", "dtype", "optimizer")]
+        found += setting("limit_notes") or []
         if self.cuda is not None:
             found.append(f"{format_bytes(self.cuda['context_bytes'])} of context")
-        source = self.settings.get("rates_from", "measured")
+        source = setting("rates_from", "measured")
         return f"for {', '.join(map(str, found))}; times are predicted from {source} rates"
 
     def _time_lines(self) -> list[str]:

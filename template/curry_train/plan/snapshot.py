@@ -270,20 +270,21 @@ class BlockHistory:
         lives: list[BlockLife] = []
         live: dict[int, BlockLife] = {}
         for index, event in enumerate(self.events):
+            address = event.address
             if event.action == "alloc":
-                before = live.get(event.address)
+                before = live.get(address)
                 if before is not None:
                     # Its release is missing in the record.
                     before.freed = index
                     self.contradictions += 1
-                life = BlockLife(event.address, event.num_bytes, event.stream, index, event.stack)
-                live[event.address] = life
+                life = BlockLife(address, event.num_bytes, event.stream, index, event.stack)
+                live[address] = life
                 lives.append(life)
             elif event.action in BLOCK_FREED:
-                released = live.pop(event.address, None)
+                released = live.pop(address, None)
                 if released is None:
                     # Stacks of releases are those of the release.
-                    released = BlockLife(event.address, event.num_bytes, event.stream, AT_START, ())
+                    released = BlockLife(address, event.num_bytes, event.stream, AT_START, ())
                     lives.append(released)
                 released.freed = index
         lives += self._alive_at_end(live)

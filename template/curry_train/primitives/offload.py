@@ -252,7 +252,7 @@ class Moved:
 
     def __init__(self, step: OffloadedForward, tensor: Tensor, base: Tensor) -> None:
         self.step = step
-        self.nbytes = tensor.untyped_storage().nbytes()
+        nbytes = self.nbytes = tensor.untyped_storage().nbytes()
         self.base = weakref.ref(base)
         # It shares the version counter but not the storage: the check for changes in place needs no
         # more.
@@ -266,15 +266,16 @@ class Moved:
         self.unused: weakref.WeakSet[OffloadedTensor] = weakref.WeakSet()
 
         offloader = step.offloader
-        step.report.num_moved += 1
-        step.report.moved_bytes += self.nbytes
-        if step.report.moved_bytes > offloader.most_moved_bytes:
-            require_host_memory(self.nbytes)
-            offloader.most_moved_bytes = step.report.moved_bytes
-        step.most_bytes = max(step.most_bytes, 2 * self.nbytes)
+        report = step.report
+        report.num_moved += 1
+        report.moved_bytes += nbytes
+        if report.moved_bytes > offloader.most_moved_bytes:
+            require_host_memory(nbytes)
+            offloader.most_moved_bytes = report.moved_bytes
+        step.most_bytes = max(step.most_bytes, 2 * nbytes)
         step.moved[tensor.untyped_storage()] = weakref.ref(self)
-        self.host = host_buffer(self.nbytes, pinned=tensor.is_cuda)
-        elements = tensor.detach().as_strided((self.nbytes // tensor.itemsize,), (1,), 0)
+        self.host = host_buffer(nbytes, pinned=tensor.is_cuda)
+        elements = tensor.detach().as_strided((nbytes // tensor.itemsize,), (1,), 0)
         self.copies = offloader.copies(tensor.device)
         self.copies.out(elements.view(torch.uint8), self.host, most_bytes=step.most_bytes)
 

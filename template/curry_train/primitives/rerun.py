@@ -181,7 +181,8 @@ class BlockState:
                     state.versions[name] = tensor, tensor._version
 
     def __enter__(self) -> None:
-        for module, state in self.states.items():
+        states = self.states.items()
+        for module, state in states:
             for name, (tensor, version) in state.versions.items():
                 if tensor._version != version and not _is_released(tensor):
                     raise RuntimeError(
@@ -191,8 +192,8 @@ class BlockState:
                     )
         with contextlib.ExitStack() as stack:
             stack.callback(_put_back, [(module, _held_by(module)) for module in self.states])
-            _put_back([(module, state.held) for module, state in self.states.items()])
-            for module, state in self.states.items():
+            _put_back([(module, state.held) for module, state in states])
+            for module, state in states:
                 buffers = module._buffers
                 for name, value in state.containers.items():
                     module.__dict__[name] = value.copy()

@@ -246,19 +246,20 @@ class AttachedRun:
             boxes = read_fields(BoxConfig, {} if box is True else box, inside="box")
             spike = SpikeConfig() if spike is None else spike
         policy_config = read_fields(PolicyConfig, policy, inside="checkpoint")
-        self.data: SampleStream = DataPosition() if stream is None else stream
+        data: SampleStream = DataPosition() if stream is None else stream
+        self.data = data
         # A loop over a DataLoader can't be sent back or ended from here: the process ends instead.
         self._has_loader = stream is None
-        self._watch = AttachedWatch(spike, self.data)
+        self._watch = AttachedWatch(spike, data)
         self._ranks = self._watch.ranks
         self._notes = StepNotes()
         # Names that `measured` was given.
         self._measured: set[str] = set()
 
         saved_objects = {**(extra or {}), "spike-watchdog": self._watch}
-        if isinstance(self.data, DataPosition):
-            saved_objects["data-position"] = self.data
-        self.state = TrainingState(
+        if isinstance(data, DataPosition):
+            saved_objects["data-position"] = data
+        state = self.state = TrainingState(
             model,
             optimizer,
             scheduler,
@@ -267,8 +268,8 @@ class AttachedRun:
             extra=saved_objects,
             generators=generators,
         )
-        self.state.keeps_settings = keep_settings
-        self.state.require_schedule()
+        state.keeps_settings = keep_settings
+        state.require_schedule()
         # Ctrl-C interrupts a loop over a DataLoader as before.
         self._stop = Stop(STOP_SIGNALS[:1] if self._has_loader else STOP_SIGNALS)
         with contextlib.ExitStack() as undo:
@@ -276,28 +277,28 @@ class AttachedRun:
             # must not end the process.
             undo.callback(self._stop.release)
             # Ranks may reach the folder by different paths, or start in different folders.
-            self.store = Store(self._ranks.agree(lambda: SavedRun(runs).root))
-            undo.callback(self.store.close)
-            self.store.open(wait_seconds=WAIT_SECONDS)
+            store = self.store = Store(self._ranks.agree(lambda: SavedRun(runs).root))
+            undo.callback(store.close)
+            store.open(wait_seconds=WAIT_SECONDS)
             # After an exception it closes without communicating with other ranks.
-            saver = undo.enter_context(BackgroundSaver(self.store)) if in_background else None
-            self.policy = SavingPolicy(self.store, policy_config, saver=saver)
-            self.state.position = self.data.position
+            saver = undo.enter_context(BackgroundSaver(store)) if in_background else None
+            self.policy = SavingPolicy(store, policy_config, saver=saver)
+            state.position = data.position
             self.resumed = None
             if resume is None:
-                self.policy.begin(self.state)
+                self.policy.begin(state)
             else:
                 self.resumed = self._load(resume)
             self._resuming = self.resumed is not None and self.resumed.saved.is_state
-            self._watch.begin(self.store.root)
+            self._watch.begin(store.root)
             self._boxes: Boxes | Replay | None = replay
             if replay is not None:
-                replay.state = self.state
+                replay.state = state
             elif boxes.keep:
                 patience = self._watch.config.patience
-                self._boxes = Boxes(boxes, self.store, self.state, patience=patience)
-            if self._boxes is not None and hasattr(self.data, "on_batch"):
-                self.data.on_batch = self._boxes.hand_out
+                self._boxes = Boxes(boxes, store, state, patience=patience)
+            if self._boxes is not None and hasattr(data, "on_batch"):
+                data.on_batch = self._boxes.hand_out
             self._journal = self._ranks.all_do(lambda: AttachedJournal(self, on=journal))
             self.policy.record = self._journal.write
             # The folder, the background saver and the signals, until the end.

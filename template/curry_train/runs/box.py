@@ -105,6 +105,7 @@ class Boxes:
 
     def keep(self, step: int, reason: str, *, found_at: int) -> None:
         """Write the box of a step, and remove the oldest boxes beyond the bounds."""
+        ranks = self._ranks
         parameters = digest_of(self._state) if found_at == step else None
         name = f"step-{step:08d}"
         ranks = self._ranks

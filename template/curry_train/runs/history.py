@@ -105,22 +105,23 @@ class History:
     damaged: list[int] = field(default_factory=list)
 
     def add(self, event: Event) -> None:
+        kind = event.kind
         if (
-            event.kind in OPENING_EVENT_KINDS
+            kind in OPENING_EVENT_KINDS
             or not self.attempts
             or event.attempt > self.attempts[-1].number
         ):
             self._open(event)
         attempt = self.attempts[-1]
         attempt.last_step = max(attempt.last_step, event.step)
-        if event.kind == "step":
+        if kind == "step":
             self.steps.add(event)
             return
-        if event.kind == "eval" and isinstance(metric := event.facts.get("metric"), str):
+        if kind == "eval" and isinstance(metric := event.facts.get("metric"), str):
             self.metrics.setdefault(metric, Steps(["value"])).add(event)
-        elif event.kind == "stop":
+        elif kind == "stop":
             attempt.ended = str(event.facts.get("reason", "without a reason"))
-        self.events.setdefault(event.kind, []).append(event)
+        self.events.setdefault(kind, []).append(event)
 
     def _open(self, event: Event) -> None:
         """Begin a new attempt at this event.

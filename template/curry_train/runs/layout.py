@@ -65,16 +65,17 @@ def find_run(
     given: str, *, root: StrPath, is_run: Callable[[Path], bool], kind: str = "run"
 ) -> Path:
     """Return the place of a run, given by its name in `root` or its path; raise ValueError."""
-    for place in (Path(root, given), Path(given)):
+    path = Path(given)
+    for place in (Path(root, given), path):
         if is_run(place):
             return place
-    if any(Path(given).glob("rank-*.jsonl")):
+    if any(path.glob("rank-*.jsonl")):
         raise ValueError(f"{given} is a record: compare two of them by `curry-train runs locate`")
     # A path is searched for in its own parent folder.
-    folder = Path(given).parent if Path(given).parent.name else Path(root)
+    folder = path.parent if path.parent.name else Path(root)
     runs = sorted(place.name for place in folder.glob("*/") if is_run(place))
     known = f"{folder} has {some_of(runs) or f'no {kind}'}"
-    meant = did_you_mean(Path(given).name, runs, otherwise=known)
+    meant = did_you_mean(path.name, runs, otherwise=known)
     raise ValueError(f"{given} is no {kind}; {meant}")
 
 

@@ -75,15 +75,16 @@ def load_chosen(
     together. Raises DamagedCheckpoint, which names every candidate, if none of them is intact.
     """
     own = run if isinstance(run, SavedRun) else SavedRun(run)
-    root, folders = Ranks().agree(lambda: choose(own, what, config=config))
+    agree = Ranks().agree
+    root, folders = agree(lambda: choose(own, what, config=config))
     # Ranks may reach the run by different paths.
-    is_own = Ranks().agree(lambda: root == own.root)
+    is_own = agree(lambda: root == own.root)
     chosen = SavedRun(root)
 
     damaged: dict[str, str] = {}
     for folder in folders:
         try:
-            saved = Ranks().agree(functools.partial(read_manifest, root, folder))
+            saved = agree(functools.partial(read_manifest, root, folder))
             notes = chosen.load(saved, state, strict=strict)
         except HostileCheckpoint:
             raise

@@ -87,14 +87,15 @@ class SpikeWatchdog(Stateful):
         same spike.
         """
         value = number_of(loss)
-        accepted, suspects = self._accepted, self._suspects
+        suspects, accepted = self._suspects, self._accepted
+        is_finite = math.isfinite(value)
         baseline, limit = self.limit()
         was_reported = self._reported
-        self._reported = not math.isfinite(value)
+        self._reported = not is_finite
         if was_reported and self._reported:
             return None
 
-        if math.isfinite(value) and (limit is None or value <= limit):
+        if is_finite and (limit is None or value <= limit):
             suspects.clear()
             accepted.append([step, value])
             del accepted[: -self.config.window]
@@ -103,7 +104,7 @@ class SpikeWatchdog(Stateful):
             return None
 
         suspects.append([step, value])
-        if math.isfinite(value) and len(suspects) < self.config.patience:
+        if is_finite and len(suspects) < self.config.patience:
             return None
 
         spike = Spike(step, suspects[0][0], value, baseline, limit)
