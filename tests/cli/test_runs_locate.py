@@ -144,7 +144,7 @@ def test_two_scripts_are_recorded_and_the_operation_is_named_from_elsewhere(fold
     [
         (
             "import torch\ntorch.nn.Linear(2, 2)(torch.ones(2))",
-            "ended before a step of an optimizer of torch",
+            "it made no optimizer step",
         ),
         ("import torch\nmodel = )", "train.py, line 2"),
     ],

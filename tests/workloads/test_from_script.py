@@ -223,6 +223,19 @@ for _ in range(2):
     loss.backward()
     sgd.step()
 """,
+        """
+import asyncio, multiprocessing, signal, time
+signal.setitimer(signal.ITIMER_REAL, 0.1)
+time.sleep(0.2)
+multiprocessing.get_context("fork").Process(target=time.sleep, args=[600]).start()
+def train():
+    model(x).sum().backward()
+    sgd.step()
+async def main():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, print)
+    await asyncio.to_thread(train)
+asyncio.run(main())
+""",
     ],
 }
 
@@ -314,7 +327,7 @@ optimizer.step()
 
 
 REFUSED = {
-    "print('done')": "it ended before an optimizer step",
+    "print('done')": "it made no optimizer step: weights",
     "import sys; sys.exit(3)": "it ended with 3 before an optimizer step",
     "\nraise KeyError('LOCAL_RANK')": r"it raised KeyError: 'LOCAL_RANK' \(train.py:2\).*launcher",
     "\nraise AssertionError('Torch not compiled with CUDA enabled')": (

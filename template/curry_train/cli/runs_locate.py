@@ -23,6 +23,7 @@ from ..runs.fingerprints import LEVELS, VARIABLES, Record, read_fingerprints, re
 from ..runs.locate import Located, expected_values, first_operation, locate, settings_of
 from ..runs.rounding import NUM_NOISES, Exchange
 from ..runs.values import Facts, Values
+from ..workloads.from_script import NO_STEP
 from .options import RANKS_OPTION, program_option, steps_option
 from .parameters import argument, option
 from .screen import Ended, echo_lines, messages_on_screen, screen_command
@@ -70,7 +71,7 @@ def _record(out: str, program: Sequence[str], num_ranks: int, **options: Any) ->
         if not any('"update"' in one.read_text() for one in Path(out).glob("*.jsonl")):
             shutil.rmtree(out)
     if not made:
-        raise ValueError("it ended before a step of an optimizer of torch")
+        raise ValueError(NO_STEP)
     return int(max(made))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from . import loop_accumulation, loop_data, loop_optimizers
-from .loop_events import NO_LOSS, NO_STEP, Check, Fault, LossCall, Step, Trace
+from .loop_events import NO_LOSS, Check, Fault, LossCall, Step, Trace
 from .loop_trace import observe
 from .verdict import NotApplicable, Verdict, not_applicable
 
@@ -34,7 +34,7 @@ def judge(trace: Trace) -> list[Verdict]:
         try:
             # Whether an optimizer makes a step at all is a check.
             if not (trace.of(Step) or name == "optimizer" or faults):
-                raise NotApplicable(NO_STEP)
+                raise NotApplicable(Check.reason)
             found = (fault for find in check.finders for fault in find(trace))
             verdict = verdict_of(name, check.required, faults or found, elsewhere=made)
             if verdict.passed and not trace.of(check.needs):

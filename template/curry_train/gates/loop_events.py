@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..core.replaced_calls import Call
 from ..core.wording import some_of
 from ..runs.fingerprints import leaves_of
+from ..workloads.from_script import NO_STEP
 from ..workloads.optimizers import parameters_of
 from .loop_lines import places_with, users_files, users_line, users_lines
 from .loop_loss import Term
@@ -626,7 +627,6 @@ class Trace(Events, Blank):
 
 
 NO_LOSS = "no loss function of torch was called"
-NO_STEP = "the loop made no optimizer step: weights that it changes itself need torch.optim.SGD"
 
 
 @dataclass(frozen=True)

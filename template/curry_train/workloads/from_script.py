@@ -16,6 +16,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import multiprocessing
 import runpy
 import shlex
 import signal
@@ -114,6 +115,10 @@ def module_of(file: Path) -> tuple[Path, str]:
     return folder, ".".join(names)
 
 
+NO_STEP = (
+    "it made no optimizer step: weights that it changes itself need torch.optim.SGD; where a "
+    "process trains that it starts, give the script of that one"
+)
 NO_CUDA_ADVICE = (
     "; this machine has no CUDA device: let the script take 'cuda' if torch.cuda.is_available() "
     "else 'cpu'. For a GPU that is not here, plan with --target h100"
@@ -131,7 +136,7 @@ def advice_on(error: BaseException) -> str:
     return LAUNCHER_ADVICE * any(name in str(error) for name in launcher_variables())
 
 
-class RunningScript(TorchFunctionMode):
+class RunningScript(TorchFunctionMode, contextlib.ContextDecorator):
     """A script with torch's calls replaced by those that record them, until its first step.
 
     As a mode it records the calls of torch's functions outside of modules.
@@ -208,18 +213,16 @@ class RunningScript(TorchFunctionMode):
         try:
             with stepped_on_host(), self._replaced():
                 thread.start()
-                found = self._reading.result()
+                return self._reading.result()
         finally:
             sys.modules["__main__"], sys.argv = before
-        self._leave()
-        return found
+            self._leave()
 
     def _run(self) -> None:
         """Run the script; only an error or its end come back from it."""
         try:
-            with self:
-                run_as_main(str(self.path), self.arguments)
-            found: BaseException = WorkloadError("it ended before an optimizer step")
+            run_as_main(str(self.path), self.arguments)
+            found: BaseException = WorkloadError(NO_STEP)
         except SystemExit as ended:
             found = WorkloadError(f"it ended with {ended.code!r} before an optimizer step")
         except BaseException as error:  # noqa: BLE001 - the user's script may raise anything
@@ -231,6 +234,13 @@ class RunningScript(TorchFunctionMode):
         for one in gc.get_objects():
             if type(one).__name__ == "_MultiProcessingDataLoaderIter":
                 one._shutdown_workers()
+        # Python waits at its exit for processes that are no daemons, and for threads of executors.
+        for process in multiprocessing.active_children():
+            if not process.daemon:
+                process.kill()
+        for thread in threading.enumerate():
+            if thread.daemon:
+                vars(thread)["join"] = lambda *_: None
         if self._has_made_group:
             torch.distributed.destroy_process_group()
 
@@ -253,9 +263,13 @@ class RunningScript(TorchFunctionMode):
             (torch.multiprocessing, "spawn", self._spawn),
             (torch.amp.GradScaler, "__init__", self._make_scaler),
             (atexit, "register", self._register),
+            (threading.Thread, "start", self._start),
             # A handler can be set in the main thread only.
             (signal, "signal", lambda _, number, handler: signal.getsignal(number)),
         ]
+        # Without its handler an alarm would end this process.
+        for name in {"set_wakeup_fd", "alarm", "setitimer"} & vars(signal).keys():
+            replaced.append((signal, name, lambda *_: (0.0, 0.0)))
         if torch.distributed.is_available():
             replaced.append((torch.distributed, "init_process_group", self._group))
         return replaced_calls(replaced, self._optimizer_step)
@@ -331,6 +345,11 @@ class RunningScript(TorchFunctionMode):
         if owner in {*sys.stdlib_module_names, "torch"}:
             register(function, *args, **options)
         return function
+
+    def _start(self, start: Any, thread: threading.Thread) -> None:
+        """Record in a thread of the script too: a mode is of one thread."""
+        vars(thread)["run"] = self(thread.run)
+        start(thread)
 
     def _group(self, start: Any, backend: Any = None, *args: Any, **options: Any) -> None:
         if not torch.cuda.is_available():
