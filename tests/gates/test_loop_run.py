@@ -5,6 +5,7 @@ Run: `python -m pytest tests/gates/test_loop_run.py`.
 
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -367,8 +368,12 @@ def test_ranks_are_compared(folder, kind, line, expected):
 
 WORKERS = """\
 import os
+import subprocess
 
 import torch
+
+child = subprocess.Popen(["sleep", "60"])
+os.write(2, f"worker {child.pid} ".encode())
 
 
 class Rows(torch.utils.data.Dataset):
@@ -393,16 +398,10 @@ def test_workers_of_a_loader_end_with_the_loop(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(WORKERS)
     preflight_program("script", ["train.py"])
-    number = capfd.readouterr().err.split("worker ")[1].split()[0]
-    # The command line of a process that has ended, and is not waited for, is empty.
-    words = Path("/proc", number, "cmdline")
-    assert not words.exists() or not words.read_bytes()
-
-
-def test_a_script_that_starts_its_ranks_has_to_be_given_their_number(folder):
-    Path("ranks.py").write_text(RANKS)
-    with pytest.raises(LoopFailed, match="starts 2 ranks of its own: give --ranks 2"):
-        failed("script", "ranks.py", "summed")
+    for number in re.findall(r"worker (\d+)", capfd.readouterr().err):
+        # The command line of a process that has ended, and is not waited for, is empty.
+        words = Path("/proc", number, "cmdline")
+        assert not words.exists() or not words.read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["mean", "divides", "terms"])
@@ -440,6 +439,7 @@ SAID = {
     "in an optimizer, but without a gradient: unused.bias, unused.weight": SCRIPT.replace(
         "model = torch.nn.Linear(8, 5)\n", WITH_AN_UNUSED_LAYER
     ),
+    "no data: make some": "import sys\nsys.exit('no data: make some')",
     "preflight: train.py:33 was not reached; if it trains too": f"{SCRIPT}finetune(model)\n",
 }
 
@@ -457,10 +457,18 @@ def test_an_error_of_the_script_names_its_line(folder):
     assert Path("log.txt").read_text() == "before\n"
 
 
-def test_the_status_of_a_process_without_a_result_is_named(folder):
-    Path("train.py").write_text("import os\nos._exit(5)\n")
-    with pytest.raises(LoopFailed, match="with status 5"):
-        failed("script", "train.py")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import os\nos._exit(5)", "with status 5 .*: leave os._exit out"),
+        ("raise KeyError('RANK')", "line 1: .*; it is for a launcher: put RANK=0"),
+        (RANKS, "starts 2 ranks of its own: give --ranks 2"),
+    ],
+)
+def test_a_script_without_a_result_is_told_what_to_do(folder, text, message):
+    Path("train.py").write_text(text)
+    with pytest.raises(LoopFailed, match=message):
+        failed("script", "train.py", "summed")
 
 
 # Of each framework a healthy program and faults: the check that finds it.

@@ -37,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..core.measure import is_out_of_memory
 from ..core.replaced_calls import replaced_calls
-from ..workloads.from_script import launcher_variables, run_as_main
+from ..workloads.from_script import advice_on, launcher_variables, run_as_main
 from ..workloads.models import load_object
 from ..workloads.shrink import shrunk_configurations
 from ..workloads.workload import WorkloadError
@@ -45,6 +45,7 @@ from .loop import DEFAULT_STEPS, judge, verdict_of
 from .loop_events import Trace, world_size
 from .loop_ranks import REQUIRED, faults_of_ranks, rank_facts
 from .loop_trace import observe
+from .loop_weights import instances_of
 from .verdict import Verdict, error_in_a_line, not_applicable, where_to_look
 
 # Services that a loop may report to.
@@ -151,7 +152,10 @@ def run_ranks(
         status = processes[0].returncode
         if status == -signal.SIGKILL:
             raise LoopFailed(f"its process was killed, as where memory runs out: {SMALLER}")
-        raise LoopFailed(f"its process ended itself with status {status} before it was judged")
+        raise LoopFailed(
+            f"its process ended itself with status {status} before it was judged: leave os._exit "
+            "out, or give fewer --steps"
+        )
     return found
 
 
@@ -217,7 +221,7 @@ def run_job(result: str) -> NoReturn:
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # Their temporary files are removed with those of this process.
-        for one in multiprocessing.active_children():
+        for one in multiprocessing.active_children() + instances_of(subprocess.Popen):
             one.kill()
         os._exit(0)
 
@@ -231,6 +235,7 @@ def run_job(result: str) -> NoReturn:
     except BaseException as error:  # noqa: BLE001 - the user's script may raise anything
         is_memory = isinstance(error, MemoryError) or is_out_of_memory(error)
         failure = f"{error_in_a_line(error)}: {SMALLER if is_memory else where_to_look(error)}"
+        failure += advice_on(error)
         # Our own refusals say what to change.
         is_ours = isinstance(error, click.ClickException | WorkloadError)
         end({"error": str(error) if is_ours else failure})
@@ -271,8 +276,13 @@ def _script(file: str, *arguments: str) -> None:
     """Run a file as `python FILE ARGUMENTS` does; a call of sys.exit ends the loop."""
     spawning: Any = sys.modules["torch.multiprocessing.spawn"]
     ranks = mock.patch.object(spawning, "start_processes", _run_rank)
-    with ranks, contextlib.suppress(SystemExit):
-        run_as_main(file, arguments)
+    try:
+        with ranks:
+            run_as_main(file, arguments)
+    except SystemExit as ended:
+        # As Python does.
+        if isinstance(ended.code, str):
+            print(ended, file=sys.stderr)
 
 
 def _run_rank(
