@@ -94,22 +94,23 @@ def attend(dtype, *, mask=None, kernels="cuda", kv_heads=4, width=64):
 
 def test_attention_uses_the_kernel_that_cuda_would():
     output, rows = 2 * 4 * 96 * 64, 2 * 4 * 96 * 4
+    narrow = torch.bfloat16
     flash = ["flash_attention", "flash_attention_backward"]
     efficient = ["efficient_attention", "efficient_attention_backward"]
-    assert attend(torch.bfloat16) == (2 * output + rows + 24, flash)
+    assert attend(narrow) == (2 * output + rows + 24, flash)
     assert attend(torch.float16, kv_heads=2) == (2 * output + rows + 24, flash)
     assert attend(torch.float32) == (4 * output + rows + 16, efficient)
     # Values narrower than keys, as in DeepSeek's attention.
-    assert attend(torch.bfloat16, width=32) == (output + rows + 16, efficient)
-    kept, names = attend(torch.bfloat16, mask=torch.bool)
+    assert attend(narrow, width=32) == (output + rows + 16, efficient)
+    kept, names = attend(narrow, mask=torch.bool)
     assert names == efficient
     assert kept - 96 * 96 * (1 + 2) == 2 * output + rows + 16  # the mask, and the mask as numbers
-    kept, names = attend(torch.bfloat16, mask=torch.bfloat16, kv_heads=2)
+    kept, names = attend(narrow, mask=narrow, kv_heads=2)
     assert names == efficient
     assert (
         kept - 96 * 96 * 2 == 2 * output + rows + 16 + 2 * 2 * output
     )  # keys and values for each head
-    assert attend(torch.bfloat16, kernels="cpu")[1][0] == "flash_attention_for_cpu"
+    assert attend(narrow, kernels="cpu")[1][0] == "flash_attention_for_cpu"
 
 
 def test_softmax_multiplies_into_a_tensor_of_its_own_in_backward():
@@ -230,9 +231,8 @@ def test_everything_is_restored_after_an_error():
 def test_conversion_keeps_parameters_and_what_is_tied():
     with pretended() as mode:
         module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        module[1].weight = module[0].weight
-        module[0].weight.kind = "tied"
-        weight = module[0].weight
+        weight = module[1].weight = module[0].weight
+        weight.kind = "tied"
         assert module.to("cuda", torch.bfloat16)[0].weight is weight is module[1].weight
         assert (weight.dtype, weight.untyped_storage().nbytes(), weight.requires_grad) == (
             torch.bfloat16,
@@ -336,6 +336,12 @@ def graph(read):
     return lambda: (Graph(read), {"nodes": torch.randn(6, 4), "edges": edges})
 indexed = graph(lambda nodes, edges: nodes[edges[1]])
 selected = graph(lambda nodes, edges: nodes.index_select(0, edges[1]))
+class Ragged(torch.nn.Linear):
+    def forward(self, input):
+        return super().forward(input).to_padded_tensor(0.0)
+def ragged():
+    rows = [torch.randn(length, 8) for length in (2, 3)]
+    return Ragged(8, 8), {"input": torch.nested.nested_tensor(rows, layout=torch.jagged)}
 """
 
 
@@ -347,6 +353,8 @@ def test_nodes_of_a_graph_are_not_divided(tmp_path, monkeypatch):
             assert sketch.step(6).peak_bytes > 0
             with pytest.raises(IndivisibleBatch, match="its own batch of 6 alone, and 2 samples"):
                 sketch.step(2)
+    with Sketch("graphs:ragged") as sketch:
+        assert "a nested tensor" in sketch.why_real
 
 
 def test_indices_behind_a_mask_need_values_and_are_not_out_of_range():

@@ -82,6 +82,9 @@ class KernelsAsTheyRun(FakeTensorMode):
         # What an optimizer's step reads off tensors.
         self.values = ValuesInSteps()
 
+    def create_symbolic_nested_int(self, **_: Any) -> Any:
+        raise NeedsValues("a nested tensor")
+
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first: Any = args[0] if args else None
@@ -525,6 +528,8 @@ def _without_values(tensor: Tensor) -> Tensor:
     """Return a fake tensor of the same shape, or the tensor itself if it is fake."""
     if isinstance(tensor, FakeTensor):
         return tensor
+    if tensor.is_nested:
+        raise NeedsValues("a nested tensor")
     mode = fake_mode()
     assert mode is not None, "the modules of a pretended case are built inside of pretended"
     has_values = {not isinstance(one, FakeTensor) for one in local_tensors(tensor)}
@@ -693,11 +698,12 @@ def _on_cpu(value: Any) -> Any:
 
 def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     """Deep-copy a fake tensor; torch would read its address and warn that it has none."""
-    if id(tensor) not in memo and not isinstance(tensor, FakeTensor):
+    key = id(tensor)
+    if key not in memo and not isinstance(tensor, FakeTensor):
         # It is asked here because the memo has tensors without values.
         with unset_fake_temporarily():
-            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    if id(tensor) not in memo:
+            memo[key] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    if key not in memo:
         copied = tensor.detach().clone()
         if isinstance(tensor, nn.Parameter):
             copied = nn.Parameter(copied)
@@ -705,8 +711,8 @@ def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         # Attributes that the model has set on its parameter.
         for name, value in vars(tensor).items():
             vars(copied).setdefault(name, copy.copy(value))
-        memo[id(tensor)] = copied
-    result: Tensor = memo[id(tensor)]
+        memo[key] = copied
+    result: Tensor = memo[key]
     return result
 
 
