@@ -179,7 +179,7 @@ def test_an_object_that_can_not_be_cut_is_taken_whole():
     (gate,) = [one for one in discover(["grad-accum"]) if one.name == "grad-accum/equal"]
     verdict = gate.run(case)
     assert verdict.passed is None
-    assert "a Movable can't be divided into samples" in verdict.hint
+    assert "type Movable can't be divided into samples" in verdict.hint
 
 
 def test_an_object_that_can_not_be_cut_sets_the_batch_size_of_commands():

@@ -140,7 +140,7 @@ def build():
         ("def build(): return nn.ReLU()", "the input of ReLU can't be inferred"),
         (
             "def build(): return nn.Linear(4, 1), 'text'",
-            "a str has no tensor with a batch dimension",
+            "type str has no tensor with a batch dimension",
         ),
         (
             "def build(): return nn.Linear(4, 1).requires_grad_(False), torch.randn(2, 4)",

@@ -134,9 +134,9 @@ def batch_size(batch: Any) -> int:
     map_tensors(batch, count, move=count)
     if not sizes and not others:
         raise ValueError(
-            f"a {type(batch).__name__} has no tensor with a batch dimension: return tensors in "
-            "containers, a dataclass or attributes, or a Workload with count= for the terms of a "
-            "batch and a method to(device) on its class"
+            f"an object of type {type(batch).__name__} has no tensor with a batch dimension: "
+            "return tensors in containers, a dataclass or attributes, or a Workload with count= "
+            "for the terms of a batch and a method to(device) on its class"
         )
     return sizes[0] if sizes else 1
 
@@ -167,8 +167,8 @@ def take(batch: Any, rows: slice | list[int], *, shared: Sequence[bool] = ()) ->
             return _map_attributes(value, select, divide)
         if samples is None or len(samples) != size:
             raise IndivisibleBatch(
-                f"a {type(value).__name__} can't be divided into samples: return a Workload whose "
-                "batch makes one of any size"
+                f"an object of type {type(value).__name__} can't be divided into samples: return a "
+                "Workload whose batch makes one of any size"
             )
         selected = [samples[row] for row in chosen]
         if isinstance(value, PackedSequence):
@@ -638,12 +638,13 @@ def _example_batch(module: nn.Module) -> Any:
     dtype = dtype_of(module)
     config: Any = getattr(module, "config", None)
     vocabulary = getattr(config, "vocab_size", None)
+    name = type(module).__name__
     if vocabulary:
         tokens = torch.randint(vocabulary, (8, SEQUENCE_LENGTH))
-        is_class = type(module).__name__.endswith("ForSequenceClassification")
+        is_class = name.endswith("ForSequenceClassification")
         labels = torch.randint(config.num_labels, (8,)) if is_class else tokens
         return {"input_ids": tokens, "labels": labels}
-    if type(module).__name__.endswith("ForImageClassification"):
+    if name.endswith("ForImageClassification"):
         size = getattr(config, "image_size", None) or IMAGE_SIZE
         shape = (size, size) if isinstance(size, int) else tuple(size)
         pixels = torch.randn(8, getattr(config, "num_channels", 3), *shape, dtype=dtype)
@@ -656,6 +657,4 @@ def _example_batch(module: nn.Module) -> Any:
             return torch.randint(layer.num_embeddings, (8, SEQUENCE_LENGTH))
         if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             return torch.randn(8, layer.in_channels, *[32] * len(layer.kernel_size), dtype=dtype)
-    raise ValueError(
-        f"the input of {type(module).__name__} can't be inferred; return (module, batch)"
-    )
+    raise ValueError(f"the input of {name} can't be inferred; return (module, batch)")
