@@ -44,6 +44,7 @@ RIGHT = [
     (f"{LOSSES}by_checkpoint", LANGUAGE_MODEL),
     ("plan=tests.gates.foreign_memory_plan:plan_every_block", LANGUAGE_MODEL),
     ("SpikeWatchdog=tests.gates.foreign_loss_spike:MedianWatchdog", "mlp"),
+    ("curry_train.primitives.offload:offload_blocks", TWO_LAYERS),
 ]
 # Gates that take an implementation and need not apply to it, by model and implementation.
 NEED_NOT_APPLY = {
@@ -87,7 +88,6 @@ def test_chunked_losses_in_half_precision_hold(text):
 
 
 def test_the_names_of_blocks_go_to_an_implementation_on_ranks_too():
-    gate = gates()["recompute/two-ranks"]
     given = load_implementation("recompute_blocks=tests.gates.foreign_recompute:by_checkpoint")
-    verdict = gate.run(Case(load_workload("mlp"), blocks="[12]"), [given])
+    verdict = gates()["recompute/two-ranks"].run(Case(load_workload("mlp"), blocks="[12]"), [given])
     assert verdict.passed, verdict

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 import torch
+from click import echo
 
 from ..core.wording import format_bytes, parse_bytes, provenance, write_json
 from ..gates.memory_plan import measured_peak
@@ -183,7 +184,7 @@ def plan_command(
         ]
         if fits is not None:
             fewest = _find_fewest(spec, fits, shardings, size, vars(settings))
-            click.echo(fewest.table())
+            echo(fewest.table())
             return provenance() | fewest.to_json(), fewest.best is None
         if len(meshes) > 1:
             raise ValueError("--fits alone takes several meshes: give --mesh once")
@@ -206,21 +207,21 @@ def plan_command(
         )
         measured = _measure(plan, spec, place, settings) if verify else None
     except Infeasible as error:
-        click.echo("\n".join([*here, str(error)]))
+        echo("\n".join([*here, str(error)]))
         return {}, 1
 
     echo_notes(own)
     text = "\n".join([*here, _text(plan, plain, explain=explain)])
-    click.echo(text)
+    echo(text)
     if measured is not None:
         predicted = plan.peak_bytes if plan.cuda is None else plan.cuda["allocated_bytes"]
-        click.echo(
+        echo(
             f"\nmeasured on {place}: peak {format_bytes(measured)}, "
             f"predicted {format_bytes(predicted)} ({predicted / measured:.2%})"
         )
     if out:
         write_json(out, plan.to_json())
-        click.echo(f"\nwrote {out}: Plan.load({out!r}).apply(model)")
+        echo(f"\nwrote {out}: Plan.load({out!r}).apply(model)")
     return provenance(place) | {
         "plain_peak": plain.peak.owners,
         "measured_bytes": measured,

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import click
+from click import echo
 
 from ..core.blocks import find_blocks
 from ..core.measure import heap_kept
@@ -113,7 +114,7 @@ def print_verdicts(
 
 def _print_columns(name: str, text: str) -> None:
     line = fill_screen(f"{name:<{NAME_WIDTH - 1}} {text}", indent=" " * NAME_WIDTH)
-    click.echo(line.replace("FAILED", click.style("FAILED", fg="red")))
+    echo(line.replace("FAILED", click.style("FAILED", fg="red")))
 
 
 def _of_gate(verdict: Verdict, first: FirstLook) -> str:
@@ -144,7 +145,7 @@ def print_end(verdicts: Sequence[Verdict], *, by_gate: bool) -> None:
     for alike in grouped(failed, "workload", "measured", "required", "hint"):
         gates = ", ".join(one.gate for one in alike)
         first = alike[0]
-        click.echo(f"\n{first.workload}, {gates}: {VERDICT_MARKS[False]}")
+        echo(f"\n{first.workload}, {gates}: {VERDICT_MARKS[False]}")
         echo_lines(
             f"  measured: {first.measured}",
             f"  required: {first.required}",
@@ -155,9 +156,9 @@ def print_end(verdicts: Sequence[Verdict], *, by_gate: bool) -> None:
     counted = f"{counts[True]} held, {counts[False]} failed, {counts[None]} not applicable"
     if not by_gate:
         counted += "; --figures shows what each measured"
-    click.echo(f"\n{counted}")
+    echo(f"\n{counted}")
     if counts[True] + counts[False]:
-        click.echo(coverage(verdicts))
+        echo(coverage(verdicts))
 
 
 def coverage(verdicts: Sequence[Verdict]) -> str:
@@ -221,7 +222,7 @@ def validate_command(
         gates = tuple(gate for gate in gates if any(one.name in gate.takes for one in given))
     if list_only:
         lines = list_with_claims(gates) if figures else (gate.name for gate in gates)
-        click.echo("\n".join(lines))
+        echo("\n".join(lines))
         return None
     prefix = f"{SHRINK_PREFIX}{shrink}:" if shrink else ""
     specs = list(dict.fromkeys(models or BUILTIN_WORKLOADS))
@@ -235,17 +236,17 @@ def validate_command(
     if is_long := seconds * num_steps >= LONG_SECONDS:
         total = f"{format_duration(num_steps * seconds)} in all"
         steps = f"{num_steps} steps of {format_seconds(seconds)}, {total}"
-        click.echo(
+        echo(
             f"about {steps}: a line for each gate, short gates first\n"
             f"Quicker: {'' if shrink else '--shrink 2, or '}--gate NAME"
         )
         gates = tuple(sorted(gates, key=lambda gate: gate.steps))
     facts = facts_of([first.case for first in looks.values()])
-    click.echo(heading(facts))
+    echo(heading(facts))
     for first in looks.values():
         echo_notes(first.case.workload)
     for one in given:
-        click.echo(f"{one.spec} in place of our {one.name}")
+        echo(f"{one.spec} in place of our {one.name}")
         facts.setdefault("implementations", {})[one.name] = one.spec
 
     by_gate = bool(figures or patterns or is_long)

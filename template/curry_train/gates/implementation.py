@@ -37,7 +37,8 @@ CONTRACTS: Mapping[str, Contract] = {
     ),
     "offload_blocks": Contract(
         lambda model, *, blocks: None,
-        "Move what the modules with these names save for backward to the host, in place.",
+        "Move what the modules with these names save for backward to the host, in place. A "
+        "keyword keep_last gets 0.",
     ),
     "apply_sac": Contract(
         lambda model, *, blocks: None,

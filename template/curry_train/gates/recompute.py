@@ -48,6 +48,7 @@ from ..primitives.routing import MOST_EXPERTS, keep_routing
 from ..primitives.segments import recompute_segments
 from ..primitives.strategies import STRATEGIES, Apply, Sample, choose_segments
 from ..workloads.workload import Case
+from .implementation import takes
 from .same_training import (
     REFUSALS,
     Change,
@@ -259,14 +260,23 @@ def _reverse(scores: Tensor) -> Tensor | None:
 LEAST_BYTES = 4096
 
 
-# Offloads all blocks that are named, the last one too.
-offload_all = partial(offload_blocks, keep_last=0)
+our_offload = offload_blocks
 
 
-def compare_offload(case: Case, *, offload_blocks: Change = offload_all) -> Outcome:
+def _of_named_blocks(offload: Change) -> Apply:
+    """Return a strategy that offloads each block but the last.
+
+    Backward needs the tensors of the last one at once. Ours and its copies would leave another one
+    out.
+    """
+    if takes(offload, "keep_last"):
+        offload = partial(offload, keep_last=0)
+    return on_blocks(offload, keep_last=1)
+
+
+def compare_offload(case: Case, *, offload_blocks: Change = our_offload) -> Outcome:
     """Compare a short training with offload to the plain one."""
-    # The last block is left out, because backward needs its tensors at once.
-    apply, best = (on_blocks(change, keep_last=1) for change in (offload_blocks, move_all))
+    apply, best = map(_of_named_blocks, (offload_blocks, move_all))
     with _host_apart(case, offload_blocks):
         return same_training(case, apply, known=(best, NOTHING_TO_FREE), same_as=best)
 
@@ -277,16 +287,16 @@ NOTHING_TO_FREE = (
 )
 
 
-def compare_freed_bytes(case: Case, *, offload_blocks: Change = offload_all) -> Outcome:
+def compare_freed_bytes(case: Case, *, offload_blocks: Change = our_offload) -> Outcome:
     """Compare the bytes that leave the device with those that the plain blocks save."""
     plain = activity_of(case, case.build())
-    module = changed(case, on_blocks(offload_blocks, keep_last=1))
+    module = changed(case, _of_named_blocks(offload_blocks))
     with _host_apart(case, offload_blocks):
         found = activity_of(case, module)
 
-    best = activity_of(case, changed(case, on_blocks(move_all, keep_last=1)))
+    best = activity_of(case, changed(case, _of_named_blocks(move_all)))
     least = plain.held_bytes - best.held_bytes
-    if offload_blocks is offload_all:
+    if offload_blocks is our_offload:
         # Ours reports what it leaves on the device. These would be there anyway, or are small.
         kept_anyway = (PARAMETER_REASON, DUPLICATE_REASON, SMALL_REASON)
         for reason, (_, num_bytes) in offload_report(module).skipped.items():
@@ -337,7 +347,7 @@ def _host_apart(case: Case, offload: Change) -> AbstractContextManager[None]:
     has such memory by itself.
     """
     calls = ((Tensor, "cpu"), (Tensor, "to"), (torch, "empty"))
-    is_needed = case.device.type == "cpu" and offload is not offload_all
+    is_needed = case.device.type == "cpu" and offload is not our_offload
     return replaced_calls((*call, _into_host_memory) for call in calls if is_needed)
 
 
