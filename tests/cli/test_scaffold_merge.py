@@ -185,9 +185,11 @@ def test_update_without_git_refuses_a_merge_before_it_writes(bundle, conflicting
 
 
 def test_update_keeps_the_line_ends_and_the_encoding_of_an_edited_file(bundle, project):
-    write(bundle.project / "notes.txt", "1\r\n2\r\n3\r\n4")
+    theirs = bundle.project / "notes.txt"
+    mine = project / "notes.txt"
+    write(theirs, "1\n2\n3\n4")
     scaffold(bundle, "update")
-    (project / "notes.txt").write_bytes(b"\xe9\r\n2\r\n3\r\n4")
-    (bundle.project / "notes.txt").write_bytes(b"1\r\n2\r\n3\r\nfour")
+    mine.write_bytes(b"\xe9\r\n2\r\n3\r\n4")
+    write(theirs, "1\n2\n3\nfour")
     scaffold(bundle, "update")
-    assert (project / "notes.txt").read_bytes() == b"\xe9\r\n2\r\n3\r\nfour"
+    assert mine.read_bytes() == b"\xe9\r\n2\r\n3\r\nfour"

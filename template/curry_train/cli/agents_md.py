@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from .merge import content_of, replaced, write_changes
+from .merge import content_of, line_end, replaced, write_changes
 from .parameters import argument, option
 from .screen import UnusableInput, screen_command
 
@@ -38,7 +38,7 @@ def agents_md_command(
         click.echo(LINES, nl=False)
         return
     before = content_of(file) or b""
-    newline = b"\r\n" if b"\r\n" in before else b"\n"
+    newline = line_end(before)
     lines = newline.join([BEGIN, *LINES.encode().splitlines(), END])
     after, num_found = re.subn(MARKED, lambda _: lines, before, count=1)
     if not num_found and (BEGIN in before or END in before):

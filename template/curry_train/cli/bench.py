@@ -60,12 +60,13 @@ def bench_table(bench: Bench) -> str:
 
 
 def _cells(row: Figures) -> list[str]:
-    assert row.step is not None  # as a row that was measured has it
-    scale = 1000 if row.step.median < 1 else 1
+    step = row.step
+    assert step is not None  # as a row that was measured has it
+    scale = 1000 if step.median < 1 else 1
     return [
         row.name,
-        format_seconds(row.step.median),
-        "-".join(three_digits(end * scale) for end in (row.step.lower, row.step.upper)),
+        format_seconds(step.median),
+        "-".join(three_digits(end * scale) for end in (step.lower, step.upper)),
         "" if row.ratio is None else f"{three_digits(row.ratio.median)}x",
         interval_cell(row.ratio),
         format_count(row.terms_per_second or 0),

@@ -11,6 +11,7 @@ Proof: `python -m pytest tests/cli/test_scaffold_merge.py`.
 
 import base64
 import json
+import re
 import shutil
 import subprocess
 import tempfile
@@ -123,10 +124,20 @@ class Change(NamedTuple):
 def compare_files(root: Path, lock: Lock, wanted: Mapping[str, bytes]) -> list[CopiedFile]:
     """Compare every file that the lock records or the bundle would write now."""
     bases = {path: base.content for path, base in lock.files.items()}
-    return [
-        CopiedFile(path, bases.get(path), content_of(destination(root, path)), wanted.get(path))
-        for path in sorted({*bases, *wanted})
-    ]
+    compared = []
+    for path in sorted({*bases, *wanted}):
+        yours = content_of(destination(root, path))
+        # Git, or an editor, may have converted the line ends of the user's file.
+        base, came = (
+            side and re.sub(rb"\r?\n", line_end(yours or side), side)
+            for side in (bases.get(path), wanted.get(path))
+        )
+        compared.append(CopiedFile(path, base, yours, came))
+    return compared
+
+
+def line_end(content: bytes) -> bytes:
+    return b"\r\n" if b"\r\n" in content else b"\n"
 
 
 def plan_changes(root: Path, lock: Lock, wanted: Mapping[str, bytes]) -> list[Change]:
@@ -139,7 +150,7 @@ def plan_changes(root: Path, lock: Lock, wanted: Mapping[str, bytes]) -> list[Ch
             bases.pop(file.path)
         # A base that is the same keeps its version, so that locks differ only where files do.
         elif file.state != "missing" and file.base != file.wanted:
-            bases[file.path] = Base(lock.version, file.wanted)
+            bases[file.path] = Base(lock.version, wanted[file.path])
     if yours := [change.path for change in changes if change.action == "in the way"]:
         raise UnusableInput(
             f"nothing was written, because files of yours are in the way: {', '.join(yours)}. Move "

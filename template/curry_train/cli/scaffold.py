@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
+from click import echo
 
 from .main import COMMANDS
 from .merge import (
@@ -77,7 +78,7 @@ def new_command(
     _check_new_folder(root)
     _bring(bundle, root, Lock(bundle.version, name, own), what="a new project", dry_run=dry_run)
     if not dry_run:
-        click.echo(f"Next:\n  cd {shlex.quote(str(directory))}\n  make test\n  make train")
+        echo(f"Next:\n  cd {shlex.quote(str(directory))}\n  make test\n  make train")
 
 
 def _check_new_folder(root: Path) -> None:
@@ -151,9 +152,9 @@ def add_command(
     lock = with_technique(bundle, chosen, target, overwrite=overwrite)
     _bring(bundle, target.root, lock, what=chosen.name, dry_run=dry_run)
     if not chosen.rooms:
-        click.echo(f"Next:\n  {target.test_command(chosen.test)}")
+        echo(f"Next:\n  {target.test_command(chosen.test)}")
     module = "runs" if chosen.rooms else Path(chosen.home).stem
-    click.echo(f"Use it:\n  from {target.package} import {module}")
+    echo(f"Use it:\n  from {target.package} import {module}")
 
 
 @dataclass(frozen=True)
@@ -245,13 +246,13 @@ INIT_TEXT = b'"""Techniques of curry-train, owned here."""\n'
 def _echo_usage(bundle: Bundle, technique: Technique) -> None:
     if technique.rooms:
         pin = f'"{DISTRIBUTION_NAME}=={bundle.version}"'
-        click.echo(f"Nothing is copied without --own.\nDependency:\n  {pin}\nIn the training loop:")
+        echo(f"Nothing is copied without --own.\nDependency:\n  {pin}\nIn the training loop:")
     else:
-        click.echo(f"{technique.name} is a tool; nothing is copied. Run:")
+        echo(f"{technique.name} is a tool; nothing is copied. Run:")
     for line in technique.usage:
-        click.echo(f"  {line}".rstrip())
+        echo(f"  {line}".rstrip())
     if technique.rooms:
-        click.echo(f"To own the code: curry-train add {technique.name} --own --into PACKAGE_DIR")
+        echo(f"To own the code: curry-train add {technique.name} --own --into PACKAGE_DIR")
 
 
 # update
@@ -292,19 +293,17 @@ def _bring(bundle: Bundle, root: Path, lock: Lock, *, what: str, dry_run: bool) 
         write_changes(root, changes)
     for change in changes:
         if change.action != "same":
-            click.echo(f"{change.action:<11}{change.path}")
+            echo(f"{change.action:<11}{change.path}")
     counts = Counter(change.action for change in changes)
     if counts["same"]:
-        click.echo(f"{'same':<11}{_files(counts['same'])}")
+        echo(f"{'same':<11}{_files(counts['same'])}")
     if writes := sum(change.before != change.after for change in changes):
         done = "Dry run: would write" if dry_run else "Wrote"
-        click.echo(f"{done} {_files(writes)} for {what} in {root}.")
+        echo(f"{done} {_files(writes)} for {what} in {root}.")
     else:
-        click.echo(f"Nothing to do: {what} is in {root} already.")
+        echo(f"Nothing to do: {what} is in {root} already.")
     if counts["conflict"]:
-        click.echo(
-            f"{_files(counts['conflict'])} to resolve: look between <<<<<<< and >>>>>>>", err=True
-        )
+        echo(f"{_files(counts['conflict'])} to resolve: look between <<<<<<< and >>>>>>>", err=True)
         raise click.exceptions.Exit(1)
 
 
@@ -352,9 +351,9 @@ def diff_command(
     lock = _lock_of(root)
     compared = compare_files(root, lock, files_of_lock(find_bundle(), lock, root))
     for file in compared:
-        click.echo(f"{file.state:<17}{file.path}")
+        echo(f"{file.state:<17}{file.path}")
         if patch:
-            click.echo("".join(patch_lines(file)), nl=False)
+            echo("".join(patch_lines(file)), nl=False)
     counts = Counter(file.state for file in compared)
     summary = ", ".join(f"{count} {state}" for state, count in counts.most_common())
     echo_lines(f"{_files(len(compared))}: {summary}")
@@ -378,9 +377,9 @@ def list_command() -> None:
     """List the techniques and what adding each one copies."""
     bundle = find_bundle()
     for technique in bundle.techniques:
-        click.echo(technique.name)
+        echo(technique.name)
         echo_lines(f"  {technique.decides}")
-        click.echo(f"  {technique.home}; {added_size(bundle, technique)}")
+        echo(f"  {technique.home}; {added_size(bundle, technique)}")
 
 
 def added_size(bundle: Bundle, technique: Technique) -> str:
