@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import click
+from click import echo
 
 from .merge import content_of, line_end, replaced, write_changes
 from .parameters import argument, option
@@ -35,7 +36,7 @@ def agents_md_command(
     such as CLAUDE.md; nothing else in it changes.
     """
     if only_print:
-        click.echo(LINES, nl=False)
+        echo(LINES, nl=False)
         return
     before = content_of(file) or b""
     newline = line_end(before)
@@ -51,9 +52,9 @@ def agents_md_command(
     place = file.resolve()
     write_changes(place.parent, [replaced(place.name, before or None, after or None)])
     if after == before:
-        click.echo(f"{file} has {'no lines of curry-train' if remove else 'the lines already'}")
+        echo(f"{file} has {'no lines of curry-train' if remove else 'the lines already'}")
     elif not after:
-        click.echo(f"removed {file}, which had nothing else")
+        echo(f"removed {file}, which had nothing else")
     else:
         done = f"wrote {len(LINES.splitlines())} lines; --remove takes them out again"
-        click.echo(f"{file}: {'removed the lines of curry-train' if remove else done}")
+        echo(f"{file}: {'removed the lines of curry-train' if remove else done}")

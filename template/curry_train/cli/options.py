@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 import torch
+from click import echo
 from click.core import ParameterSource
 
 from ..core.blocks import NoBlocks
@@ -102,12 +103,12 @@ def echo_notes(workload: Workload | None) -> None:
     path = click.get_current_context().params["factory_path"]
     if workload.factory and path is not None:
         write_output(path, workload.factory)
-        click.echo(f"wrote {path}: use it as --model {shlex.quote(f'{path}:build')}")
+        echo(f"wrote {path}: use it as --model {shlex.quote(f'{path}:build')}")
     elif workload.factory:
         text = textwrap.indent(workload.factory, "  ")
-        click.echo(f"the factory that was used, which --factory FILE writes:\n\n{text}")
+        echo(f"the factory that was used, which --factory FILE writes:\n\n{text}")
     if workload.notes:
-        click.echo()
+        echo()
 
 
 def refuse_typed(names: Sequence[str], why: str) -> None:

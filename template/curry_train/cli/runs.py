@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 import torch
+from click import echo
 from safetensors.torch import save_file
 
 from ..core.wording import format_bytes
@@ -168,7 +169,7 @@ def list_command(folder: str = argument(default="runs")) -> Ended:
         raise ValueError(f"there is no folder {folder}: give the one that holds the runs")
     rows = [run_row(SavedRun(path), path.name) for path in sorted(root.iterdir()) if is_run(path)]
     names = ("run", "latest", *CHECKPOINT_KINDS, "bytes", "damaged")
-    click.echo(rows_table(rows, *names) if rows else f"{folder} holds no run")
+    echo(rows_table(rows, *names) if rows else f"{folder} holds no run")
     return {"folder": folder, "runs": rows}, any(row["damaged"] for row in rows)
 
 
@@ -178,8 +179,8 @@ def show_command(run: str = argument()) -> Ended:
     saved = _open(run)
     rows = checkpoint_rows(saved)
     newest = saved.latest()
-    click.echo(rows_table(rows, "kind", "step", "bytes", "date", "metric", "damaged"))
-    click.echo(f"latest: {newest.folder}" if newest else "nothing to resume from")
+    echo(rows_table(rows, "kind", "step", "bytes", "date", "metric", "damaged"))
+    echo(f"latest: {newest.folder}" if newest else "nothing to resume from")
 
     attempts: Rows = []
     journal = saved.root / JOURNAL_FILE_NAME
@@ -218,7 +219,7 @@ def verify_command(
                 damaged[folder] = str(error)
     for folder, why in damaged.items():
         echo_lines(f"damaged: {folder}", f"  {why}")
-    click.echo(f"{len(folders) - len(damaged)} of {len(folders)} checkpoints intact")
+    echo(f"{len(folders) - len(damaged)} of {len(folders)} checkpoints intact")
     return {"run": run, "damaged": damaged, "checkpoints": len(folders)}, bool(damaged)
 
 
@@ -300,5 +301,5 @@ def export_command(
     Its files are verified. Parameters that share values are written once, under the first name.
     """
     names = export_parameters(_open(run), checkpoint, Path(out), config=model_config)
-    click.echo(f"{len(names)} tensors in {Path(out, SAFETENSORS_FILE_NAME)}")
+    echo(f"{len(names)} tensors in {Path(out, SAFETENSORS_FILE_NAME)}")
     return {"out": out, "names": names}, 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click import echo
 
 from ..bench.savings import (
     SavingsRow,
@@ -217,10 +218,10 @@ def savings_command(
         written.append(out / "savings.png")
     for workload in {case.workload.spec: case.workload for case, _ in cases}.values():
         echo_notes(workload)
-    click.echo(f"{title}, {facts['dtype']}, seed {asked.seed}\n")
-    click.echo("\n".join(f"{name}: {blocks_text(choice)}" for name, choice in choices.items()))
-    click.echo("\n" + savings_table(rows, limit=limit))
-    click.echo(f"\nwrote {' and '.join(map(str, written))}")
+    echo(f"{title}, {facts['dtype']}, seed {asked.seed}\n")
+    echo("\n".join(f"{name}: {blocks_text(choice)}" for name, choice in choices.items()))
+    echo("\n" + savings_table(rows, limit=limit))
+    echo(f"\nwrote {' and '.join(map(str, written))}")
     return data, any(row.is_wrong for row in rows)
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from click import echo
 
 from ..core.wording import write_json
 from .parameters import Together, output_option
@@ -100,7 +101,7 @@ def errors_that_fit(*, keeps_traceback: bool = False) -> Iterator[None]:
         yield
         return
     except KeyboardInterrupt:
-        click.echo("\ninterrupted", err=True)
+        echo("\ninterrupted", err=True)
         raise click.exceptions.Exit(128 + signal.SIGINT) from None
     except click.ClickException as raised:
         if isinstance(raised, NO_ARGUMENTS_ERROR):
@@ -197,7 +198,7 @@ class ScreenCommand(click.Command):
             asks_only = {"-h", "--help", "--list"} & {*sys.argv}
             if found and not asks_only and SUPERVISED_VARIABLE not in os.environ:
                 # Now, because the import of the command takes seconds itself.
-                click.echo(found[-1], err=True)
+                echo(found[-1], err=True)
             if SUPERVISED_COMMAND in words:
                 supervise()
         return super().main(args, *rest, **settings)
@@ -397,7 +398,7 @@ def fill_screen(text: str, *, indent: str = "  ") -> str:
 def echo_lines(*lines: str, indent: str = "  ") -> None:
     """Print lines, each broken where it is too long; what follows of it is indented."""
     for line in lines:
-        click.echo(fill_screen(line, indent=indent))
+        echo(fill_screen(line, indent=indent))
 
 
 def table(rows: Sequence[Sequence[str]], *, texts: Collection[str] = ()) -> str:

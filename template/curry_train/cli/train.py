@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 import torch
+from click import echo
 from torch import nn
 
 from ..config import Config, DataConfig, load_config
@@ -168,7 +169,7 @@ def train_command(
             try:
                 config = load_config(path, [*words, *given])
                 if show_config:
-                    click.echo(config.to_yaml(), nl=False)
+                    echo(config.to_yaml(), nl=False)
                     return None
                 device = choose_device(config.device)
                 watch: list[Watch] = [functools.partial(show_progress, every=config.log.every)]
@@ -183,7 +184,7 @@ def train_command(
             report = train_run(run, watch=watch)
     except (NonFiniteWindow, RunError, torch.OutOfMemoryError) as error:
         # Training can't go on, or its state can't be saved.
-        click.echo(fill_screen(f"Error: {error}", indent=""), err=True)
+        echo(fill_screen(f"Error: {error}", indent=""), err=True)
         leave(1)
     return _results(device, run, report, start), run.attached.exit_status
 
@@ -210,7 +211,7 @@ def _results(
         why = "the data ended" if report.ended_by == "data" else f"stopped by {report.ended_by}"
         again = shlex.join(["--resume", run.folder.name, *start])
         message = f"{why} after step {report.step}, {saved}\ngo on with {again}"
-    click.echo(message)
+    echo(message)
 
     ended = {"step": report.step, "ended_by": report.ended_by, "run": str(run.folder)}
     figures = {}
@@ -225,7 +226,7 @@ def _results(
 @contextlib.contextmanager
 def show_progress(run: TrainingRun, *, every: int = 10) -> Iterator[Hook]:
     """Print a line every `every` steps, and for the first step, the last one and each dev loss."""
-    click.echo(describe_training(run))
+    echo(describe_training(run))
     first = run.attached.steps + 1
     after_first = 0.0
 
@@ -242,7 +243,7 @@ def show_progress(run: TrainingRun, *, every: int = 10) -> Iterator[Hook]:
         if first < now < report.steps:
             left = f"  {format_duration(seconds_per_step * (report.steps - now))} left"
         step = f"{now:>{len(str(report.steps))}}/{report.steps}"
-        click.echo(f"step {step}  {figures(report, run)}{left}")
+        echo(f"step {step}  {figures(report, run)}{left}")
 
     yield line
 

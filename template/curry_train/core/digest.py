@@ -44,6 +44,8 @@ def digest(tensor: Tensor) -> str:
     values, and of classes with operations of their own, the digest is their type alone.
     """
     with unwatched():
+        # torch 2.11 can't gather a parameter without grad mode.
+        tensor = tensor.detach()
         if hasattr(tensor, "full_tensor"):
             tensor = tensor.full_tensor()
         elif tensor.is_sparse:

@@ -42,7 +42,7 @@ ATTENTION = {
 }
 
 
-def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+def operation_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Return the FLOPs of one call of an operation, 0 if there is no formula for it."""
     packet = getattr(func, "_overloadpacket", None)
     if packet in ATTENTION:
@@ -163,7 +163,7 @@ class OperationMode(TorchDispatchMode):
             return args[0].device
         return self.run(func, args, kwargs or {})
 
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation; subclasses record it here."""
         return func(*args, **kwargs)
 
@@ -199,7 +199,7 @@ class LiveStorages(OperationMode):
         self.settle()
         super().__exit__(*raised)
 
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.settle()
         for value in operands(args, kwargs):
             self._meet(value, was_there=True)
@@ -385,7 +385,7 @@ class FlopCount(OperationMode):
 
     flops = 0
 
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         self.flops += operation_flops(func, args, kwargs, out)
         return out

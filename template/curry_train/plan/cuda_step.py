@@ -77,15 +77,18 @@ def trace_of(record: StepLives, output_until: str = "next step") -> StepTrace:
     # An output that the caller holds is freed at the end of the step, or once the next one exists.
     end = record.event_ends["step"] if output_until == "next step" else None
 
+    def is_state(life: Life) -> bool:
+        return life.owner[0] == OPTIMIZER_STATE_GROUP
+
     def is_on_host(life: Life) -> bool:
-        is_of_step = life.owner[0] == OPTIMIZER_STATE_GROUP or life.born >= record.ends["backward"]
+        is_of_step = is_state(life) or life.born >= record.ends["backward"]
         return is_of_step and not fused and life.nbytes <= LARGEST_NUMBER_BYTES
 
     in_order = [
         life for tensor in in_order_of_moving(record.module) for life in record.lives_of(tensor)
     ]
-    others = [life for life in record.given if life.owner[0] != OPTIMIZER_STATE_GROUP]
-    state = [life for life in record.given if life.owner[0] == OPTIMIZER_STATE_GROUP]
+    others = [life for life in record.given if not is_state(life)]
+    state = filter(is_state, record.given)
     return StepTrace(
         given=[*dict.fromkeys([*in_order, *others])],
         state=[life for life in state if not is_on_host(life)],

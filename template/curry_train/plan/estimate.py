@@ -121,7 +121,7 @@ def _let_layers_run(case: Case, draws: EveryLayerRuns) -> None:
 class CheckedStorages(LiveStorages):
     """Raise an error at operations whose real storages differ from those that shapes give."""
 
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         with unwatched():
             if func in KERNEL_SIZED_OPERATIONS:
                 raise NeedsValues(func, KERNEL_SIZES_REASON)

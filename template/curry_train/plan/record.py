@@ -114,7 +114,7 @@ class RankStorages(LiveStorages):
         self._patches.close()
         super().__exit__(*raised)
 
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten.lift_fresh.default:
             # `torch.tensor` has made its storage without an operation.
             self._meet(args[0], was_there=False)
@@ -279,7 +279,7 @@ class StepLives(RankStorages):
         if self.cuda:
             torch.cuda.reset_peak_memory_stats(self.cuda)
 
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in MATRIX_PRODUCTS:
             # Autograd multiplies on a thread of its own.
             self.products.setdefault(self.phase == "backward", len(self.events))

@@ -20,6 +20,8 @@ from ..core.blocks import Derived, blocks_if_any
 from ..core.wording import format_bytes
 from ..primitives.sac import FAMILIES, Policy
 
+Facts = dict[str, Any]
+
 # Options: the ways to run one block that a plan chooses from.
 
 NONE_KIND = "none"
@@ -58,8 +60,8 @@ class Option:
         calls = [f"{family} {','.join(str(place) for _, place in own)}" for family, own in families]
         return f"sac({'; '.join(calls)})"
 
-    def to_json(self) -> dict[str, Any]:
-        data: dict[str, Any] = {"kind": self.kind}
+    def to_json(self) -> Facts:
+        data: Facts = {"kind": self.kind}
         if self.keep:
             data["keep"] = [[family, index] for family, index in sorted(self.keep)]
         return data
@@ -121,7 +123,7 @@ SHOWN_SECONDS = ("compute", "communication", "exposed", "optimizer")
 # What the parts of a plan file are like. A number stands for the least whole number, a list has any
 # number of its element, a tuple has its elements, and a mapping with the key ANY any names.
 ANY = ""
-PLAN_PARTS: dict[str, Any] = {
+PLAN_PARTS: Facts = {
     **dict.fromkeys(("workload", "why"), str),
     **dict.fromkeys(("budget_bytes", "microbatch", "steps", "ranks", "chunk_tokens"), 1),
     "peak_bytes": 1,
@@ -364,11 +366,11 @@ class Plan:
         )
         return ["", *wrap(text, 80)]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Facts:
         data = asdict(self)
         del data["options"], data["candidates"], data["own"]
 
-        def row(candidate: Candidate) -> dict[str, Any]:
+        def row(candidate: Candidate) -> Facts:
             figures = asdict(candidate)
             del figures["options"]
             return {**figures, "summary": candidate.summary()}
@@ -391,7 +393,7 @@ class Plan:
             )
 
         _check(data, PLAN_PARTS, "the plan")
-        fields: dict[str, Any] = {name: data.get(name) for name in PLAN_PARTS}
+        fields: Facts = {name: data.get(name) for name in PLAN_PARTS}
         options = {name: Option.from_json(option) for name, option in fields["options"].items()}
         if unknown := sorted(options.keys() - fields["fingerprint"].keys()):
             raise ValueError(
