@@ -221,7 +221,7 @@ def measure_menus(
     left_out: dict[str, str] = {}
     found: defaultdict[str, dict[Option, tuple[Bytes, float]]] = defaultdict(dict)
     for turn, options in rounds.items():
-        tell(f"measuring options of {len(options)} blocks", turn / (len(rounds) + 1))
+        tell(f"measuring options of blocks ({len(options)})", turn / (len(rounds) + 1))
         for run, step in _run(step_of, large, options, left_out):
             more = more_bytes(step, steps[-1])
             for name, option in run.items():
