@@ -173,14 +173,14 @@ def began_after(straight: Steps, resumed: Steps, kill_at: int) -> int:
 
 def differences(straight: Steps, resumed: Steps, begun: int) -> dict[str, str]:
     """Return the parts that differ in the first step that is not equal, each with a text."""
-    expected = straight[begun:]
+    pairs = [*zip(straight[begun:], resumed, strict=False)]
     rates = (
         f"rate {now:.3g}, not {was:.3g} (step {step})"
-        for step, pair in enumerate(zip(expected, resumed, strict=False), begun + 1)
+        for step, pair in enumerate(pairs, begun + 1)
         for was, now in zip(*(one["rates"] for one in pair), strict=True)
         if was != now
     )
-    for number, (was, now) in enumerate(zip(expected, resumed, strict=False)):
+    for number, (was, now) in enumerate(pairs):
         parts = {
             part: _difference(part, was[part], now[part])
             for part in PARTS

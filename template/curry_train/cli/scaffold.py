@@ -192,24 +192,23 @@ def find_target(directory: Path) -> CopyTarget:
         )
     root = here if here in directory.parents else directory.parent
     root = next(filter(_is_root, directory.parents), root)
-    top = directory
-    while top.parent != root and (
-        (top.parent / "__init__.py").is_file() or not top.parent.exists()
-    ):
-        top = top.parent
+    # The folder of the top package.
+    above = directory.parent
+    while above != root and ((above / "__init__.py").is_file() or not above.exists()):
+        above = above.parent
     inside_root = directory.relative_to(root).as_posix()
     known = read_lock(root)
     if known and known.package and known.directory == inside_root:
         # Folders that the first `add` made lack an __init__.py, and its tests import this package.
-        top = (directory, *directory.parents)[known.package.count(".")]
-    names = directory.relative_to(top.parent).parts
+        above = directory.parents[known.package.count(".")]
+    names = directory.relative_to(above).parts
     for name in names or ("",):
         if not name.isidentifier() or keyword.iskeyword(name):
             raise UnusableInput(
                 f"Python can't import a folder called {name!r}; "
                 "--into needs a name like my_training"
             )
-    return CopyTarget(inside_root, root, ".".join(names), top.parent)
+    return CopyTarget(inside_root, root, ".".join(names), above)
 
 
 def with_technique(

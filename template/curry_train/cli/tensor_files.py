@@ -150,7 +150,7 @@ def read_tensor_file(path: Path) -> Inspection:
 def read_tensors(stream: BinaryIO, path: Path | None = None) -> Inspection:
     """Read a file, or a part of one, in the format that its first bytes show."""
     found = Inspection()
-    note_unknown = found.unknown.append
+    note = found.unknown.append
     head = stream.read(16)
     stream.seek(0)
     try:
@@ -158,19 +158,19 @@ def read_tensors(stream: BinaryIO, path: Path | None = None) -> Inspection:
             _read_zip(stream, path, found)
         elif head.startswith(LEGACY_MAGIC):
             found.format = "torch.save file (before torch 1.6)"
-            note_unknown("this format has no hash: a changed bit can't be told")
+            note("this format has no hash: a changed bit can't be told")
             pickled = stream.read(MOST_PICKLE_BYTES)
             _add_tree(_load(stream, pickled, found, NUM_LEGACY_PICKLES), found)
         elif head[8:9] == b"{" and path is not None:
             found.format = "safetensors"
-            note_unknown("safetensors has no hash: a changed bit can't be told")
+            note("safetensors has no hash: a changed bit can't be told")
             _read_safetensors(path, found)
         elif head.startswith(b"\x80") and path is not None:
             found.format = "pickle"
-            note_unknown("a pickle has no hash and no tensors: what it holds can't be told")
+            note("a pickle has no hash and no tensors: what it holds can't be told")
             add_names(PickleReader(read_whole(path)), found)
         else:
-            note_unknown("no format that is known begins like this file")
+            note("no format that is known begins like this file")
     except DAMAGE as error:
         found.problems.append(in_a_line(error))
     # The other formats list their parts, in an index at one end of the file.

@@ -147,16 +147,14 @@ def _line_that_keeps(container: Any, *, is_emptied: bool = False) -> str | None:
     return next((line for line in lines if line is not None), None)
 
 
-def _variables() -> list[tuple[str, Any, Any]]:
-    """Return the names of the user's variables, with their values and the code that has them."""
-    found: list[tuple[str, Any, Any]] = []
+def _variables() -> Iterator[tuple[str, Any, Any]]:
+    """Yield the names of the user's variables, with their values and the code that has them."""
     for frame in users_frames():
         own = frame.f_locals
-        found += [(name, one, frame.f_code) for name, one in own.items()]
+        yield from [(name, one, frame.f_code) for name, one in own.items()]
         # A copy of a function's variables would keep them alive.
         if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(own, dict):
             own.clear()
-    return found
 
 
 def _names(container: Any) -> Iterator[tuple[str, Any]]:

@@ -298,9 +298,10 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
     optimizer = steps[0].optimizer
     kind = type(optimizer).__name__
     last = steps[-1]
+    number = len(steps)
     # A warm-up by epochs may begin with a rate of 0.
     first = steps[:5] if not any(any(step.rates) for step in steps[:5]) else steps
-    if len(steps) > 1 and not any(step.moved for step in first):
+    if number > 1 and not any(step.moved for step in first):
         hint = (
             "give it the parameters of the model that is trained, and a learning rate; where your "
             "code sets the rate, look at its first values; where gradients are 0, look for a loss "
@@ -309,13 +310,13 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
         )
         measured = f"no parameter of {kind} moves: {_why_nothing_moves(first)}"
         yield steps[0].origin, measured, hint
-    elif len(steps) > 5 and not any(step.slopes for step in steps[-4:]):
+    elif number > 5 and not any(step.slopes for step in steps[-4:]):
         hint = (
             "make the optimizer for the model that is trained now, after it is made anew, loaded "
             "or frozen"
         )
         yield last, f"no parameter of {kind} has a gradient any more", hint
-    if len(steps) < FEWEST_STEPS:
+    if number < FEWEST_STEPS:
         return
     # The last backward call, where there is one.
     where = [last, *last.calls][-1]
@@ -324,12 +325,11 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
         hint = "look for a rounding, a clamp, an argmax or a ratio of equal values before the loss"
         yield where, f"all gradients of {kind} are 0", hint
     # Of two matrices that are multiplied one that is 0 alone has a gradient.
-    wide = [one for one in flat if one.dim() == 2]
+    shapes = [one.shape for one in flat if one.dim() == 2]
     # Square ones may well be unused so far, as a table of zeros for each stage.
-    shapes = [one.shape for one in wide]
     fits = {rows for rows, columns in shapes if rows < columns}
     fits &= {columns for rows, columns in shapes if columns < rows}
-    is_product = fits and len(flat) == len(wide) and not all(one.any() for one in wide)
+    is_product = fits and len(flat) == len(shapes) and not all(one.any() for one in flat)
     # A bias that has a gradient tells that the layer is used, also what rounding leaves of it.
     used = {trace.names.get(one) for one in last.slopes.keys() - flat}
     dead = [
@@ -345,7 +345,7 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
             "or two matrices that are multiplied and both begin at 0",
         )
     # A rate may be set after the first step alone.
-    moved = frozenset().union(*(step.moved or () for step in steps[len(steps) > 3 :]))
+    moved = frozenset().union(*(step.moved or () for step in steps[number > 3 :]))
     still = frozenset.intersection(*(step.graded for step in steps)) - moved
     for group in optimizer.param_groups:
         # A schedule, or the loop that sets the rates, may let a part of the model wait.

@@ -69,9 +69,10 @@ def _of_tokens(trace: Trace, forward: Forward) -> Faults:
 def _of_padding(trace: Trace, forward: Forward) -> Faults:
     """Find outputs that change with other tokens in place of padding, or another embedding."""
     module, tokens = forward.module, forward.tokens
+    parts = [*module.modules()]
     # Some layers reach over padding, whatever a mask is.
     kinds = nn.RNNBase | nn.modules.conv._ConvNd
-    if tokens is None or any(isinstance(one, kinds) for one in module.modules()):
+    if tokens is None or any(isinstance(one, kinds) for one in parts):
         return
     other, embeddings = tokens, list[nn.Module]()
     is_known = not inspect.getfile(type(module).forward).startswith(LIBRARIES)
@@ -79,9 +80,9 @@ def _of_padding(trace: Trace, forward: Forward) -> Faults:
     if padded is not None:
         other = torch.where(padded, tokens[:, :1], tokens)
     # A mean over words and padding may be meant, but no attention to padding.
-    elif any("Attention" in type(one).__name__ for one in module.modules()):
+    elif any("Attention" in type(one).__name__ for one in parts):
         is_known = True
-        for one in module.modules():
+        for one in parts:
             if isinstance(one, nn.Embedding) and one.padding_idx is not None:
                 padded = _padded(tokens, [tokens != one.padding_idx])
                 embeddings.append(one)

@@ -174,7 +174,7 @@ def compare_inactive(case: Case, *, recompute_blocks: Change = recompute_blocks)
 BUFFER_SHIFT = 1.0
 
 
-def compare_routing(case: Case, *, keep: Callable[[nn.Module], Any] = keep_routing) -> Outcome:
+def compare_routing(case: Case, *, keep: Change = keep_routing) -> Outcome:
     """Compare a step with the plain one, where routers are disturbed before either's backward.
 
     Buffers with a number for each expert move, as a bias that balances the load does, and `topk`
@@ -196,7 +196,7 @@ def compare_routing(case: Case, *, keep: Callable[[nn.Module], Any] = keep_routi
     if plain_training(case)[0].tolerance:
         raise NotApplicable("the plain step does not repeat itself bit for bit")
 
-    def disturb(keep: Callable[[nn.Module], Any]) -> Parity | str:
+    def disturb(keep: Change) -> Parity | str:
         module = changed(case, recompute)
         keep(module)
         try:
