@@ -926,7 +926,9 @@ def attacked_in_either_mode():
         noise = torch.zeros_like(inputs, requires_grad=True)
         loss = F.cross_entropy(model.train(bool(labels[0]))(inputs + noise), labels)
         (slope,) = torch.autograd.grad(loss, noise)
-        step(optimizer, F.cross_entropy(model.train()(inputs + slope), labels))
+        F.cross_entropy(model.eval()(inputs + noise), labels).backward()
+        attacked = inputs + slope + noise.grad.sign()
+        step(optimizer, F.cross_entropy(model.train()(attacked), labels))
 
 
 def batches_fetched_ahead_with_a_mask_of_ones():
@@ -1198,14 +1200,6 @@ def labels_by_the_model_itself():
         step(optimizer, F.cross_entropy(model(inputs + 0.1), labels))
 
 
-def attacked_in_eval_mode_by_backward():
-    model, optimizer = started(classifier(dropout=0.2))
-    for inputs, labels in loader():
-        change = torch.zeros_like(inputs, requires_grad=True)
-        F.cross_entropy(model.eval()(inputs + change), labels).backward()
-        step(optimizer, F.cross_entropy(model.train()(inputs + change.grad.sign()), labels))
-
-
 def equal_weights_that_are_frozen():
     model = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 5).requires_grad_(False))
     model[1].weight.fill_(0.2)
@@ -1230,6 +1224,18 @@ def change_of_inputs_learned():
 
 def several_answers_to_one_question():
     fit(batches=((torch.randn(1, 8).expand(4, -1), torch.randint(5, (4,))) for _ in range(8)))
+
+
+def part_without_a_target():
+    fit(
+        loss=lambda one, labels: (
+            half(one, labels) + F.cross_entropy(one, labels * 0 - 100, reduction="sum")
+        )
+    )
+
+
+def mean_over_time():
+    fit_values(lambda one, labels: F.mse_loss(one.expand(8, 6).sum(1), labels.float()) / 6)
 
 
 def sum_over_weighted_classes(reduction="sum", divisor=16):

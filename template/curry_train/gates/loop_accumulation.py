@@ -41,14 +41,14 @@ def accumulation(trace: Trace) -> Faults:
 
 def _short_first(windows: Sequence[Step]) -> Faults:
     """Find a first step that comes before the microbatches that its loss is divided by."""
-    first, *counts = (len(window.calls) for window in windows[:3])
+    first, number, again, *_ = [*(len(window.calls) for window in windows[:3]), 0, 0]
     divisors = [by for call in windows[0].calls for term in call.terms for by in term.divisors]
-    if len(counts) > 1 and first < counts[0] == counts[1] and counts[0] in divisors:
+    if first < number == again and number in divisors:
         yield (
             windows[0],
-            f"the first step comes after {first} of the {counts[0]} microbatches that its loss is "
+            f"the first step comes after {first} of the {number} microbatches that its loss is "
             "divided by",
-            f"step where (number + 1) % {counts[0]} == 0, for numbers from 0 on",
+            f"step where (number + 1) % {number} == 0, for numbers from 0 on",
         )
 
 
@@ -232,9 +232,11 @@ def _divided_for_nothing(call: Backward, window: Step) -> Faults:
         return
     (term,) = call.terms
     by = [one for one in term.divisors if one > 1.5 and abs(one - round(one)) < 1e-6]
-    is_half = by == [2] and term.name in ("Mean", "Mse", "mse_loss")
-    # A division by the ranks is looked at where they are compared.
-    if term.reduction != "mean" or len(by) != 1 or is_half or by == [world_size()]:
+    is_meant = by == [2] and term.name in ("Mean", "Mse", "mse_loss")
+    # A division by the ranks is looked at where they are compared, and a sum over time may be meant
+    # as a mean.
+    is_meant |= by in ([world_size()], [term.num_added])
+    if term.reduction != "mean" or len(by) != 1 or is_meant:
         return
     if abs(term.strength * by[0] - 1) <= TOLERANCE:
         yield (

@@ -55,6 +55,8 @@ class Term:
     width: int = 1
     # The mean of the weights that the classes of its terms were given.
     class_weight: float = 1.0
+    # Values that were added up for each of those that the loss function is given, as over time.
+    num_added: int = 1
 
     @property
     def strength(self) -> float:
@@ -97,6 +99,7 @@ def term_of_call(name: str, options: Mapping[str, Any]) -> tuple[Term, dict[str,
     given, target = options["input"], options["target"]
     num_terms = (target if name in ON_CLASSES else given).numel()
     class_weight = 1.0
+    reduction = options["reduction"]
     if not target.is_floating_point():
         counted = target[target != options.get("ignore_index", -100)]
         num_terms = counted.numel()
@@ -107,12 +110,16 @@ def term_of_call(name: str, options: Mapping[str, Any]) -> tuple[Term, dict[str,
     wrong_targets = [*_wrong_targets(name, given, target)]
     if name in ("cross_entropy", "nll_loss"):
         smoothing = float(options.get("label_smoothing", 0))
-        wrong_targets += _wrong_classes(target.detach(), num_terms, smoothing)
+        # A sum may be of a part of the positions, as those of a prompt.
+        wrong_targets += _wrong_classes(target.detach(), num_terms or reduction == "sum", smoothing)
         wrong_targets += _own_pairs(given.detach(), target)
     elif name == "ctc_loss":
         wrong_targets += _wrong_labels(**options)
     width = given.shape[-1] if name in ON_VALUES and given.dim() > 1 else 1
-    term = Term(name, options["reduction"], num_terms, 1.0, (), 0, width, class_weight)
+    node = _source(given.grad_fn)
+    added = node._saved_self_sym_sizes if operation(node) == "Sum" else ()
+    num_added = math.prod(added) // max(1, given.numel())
+    term = Term(name, reduction, num_terms, 1.0, (), 0, width, class_weight, num_added)
     return term, {"logits": _wrong_inputs(name, given, target), "targets": wrong_targets}
 
 
@@ -190,7 +197,7 @@ def _wrong_targets(name: str, given: Tensor, target: Tensor) -> Doubts:
         yield "the targets have a gradient", "compute them under torch.no_grad(), or detach them"
 
 
-def _wrong_classes(target: Tensor, num_terms: float, smoothing: float) -> Doubts:
+def _wrong_classes(target: Tensor, counts: float, smoothing: float) -> Doubts:
     """Find targets that are several classes, smoothed away, or ignored."""
     if target.is_floating_point() and target.dim() > 1:
         is_whole = ((target == 0) | (target == 1)).all()
@@ -199,7 +206,7 @@ def _wrong_classes(target: Tensor, num_terms: float, smoothing: float) -> Doubts
             yield "targets of cross_entropy are several classes at once", hint
     if smoothing > 0.9:
         yield f"a label smoothing of {smoothing:g} leaves nothing of the labels", "use 0.1"
-    if not num_terms:
+    if not counts:
         yield "no target counts: all have the ignored index", "look at how labels are made"
 
 
