@@ -215,7 +215,6 @@ class Observer(Trace):
 
     def _replacements(self) -> Iterator[tuple[Any, ...]]:
         """Yield what handles calls, or the event that they are, their owner, and their names."""
-        module = nn.Module
         yield self._detach, Tensor, "detach", "argmax", "max", "topk"
         yield self._detach, torch, "argmax", "max", "topk"
         yield self._combine, Tensor, *ADDING, *SCALING
@@ -235,11 +234,11 @@ class Observer(Trace):
         yield self._zero, Optimizer, "zero_grad"
         yield self._made, Optimizer, "__init__"
         yield self._set, Optimizer, "__setattr__"
-        yield self._zero, module, "zero_grad"
-        yield self._module, module, "__call__"
-        yield self._set_mode, module, "train"
-        yield self._load, module, "load_state_dict"
-        yield self._state_dict, module, "state_dict"
+        yield self._zero, nn.Module, "zero_grad"
+        yield self._module, nn.Module, "__call__"
+        yield self._set_mode, nn.Module, "train"
+        yield self._load, nn.Module, "load_state_dict"
+        yield self._state_dict, nn.Module, "state_dict"
         yield self._sample, Distribution, "sample"
         yield self._sample, Normal, "sample"
         yield self._sample, torch, "normal"
@@ -254,7 +253,7 @@ class Observer(Trace):
         yield self._grad, torch.autograd, "grad"
         # Compiled code can't be observed; the same code runs uncompiled.
         yield _uncompiled, torch, "compile"
-        yield _uncompiled, module, "compile"
+        yield _uncompiled, nn.Module, "compile"
         yield self._loader, DataLoader, "__iter__"
         yield self._fetch, LoaderIterator, "__next__"
         yield Seeding, torch, "manual_seed"
