@@ -180,6 +180,7 @@ PLAN --margin nan                           | nan is not a finite number
 PLAN --target cpu --margin 2                | CPU leaves nothing free: leave out --margin
 PLAN --without half                         | is not one of
 PLAN --parallel a:b --mesh pp=2             | stages of a pipeline are not planned
+PLAN --link 450GB,50GB                      | one rank has no links to others: leave out --link
 PLAN --link fast                            | fast
 PLAN --link 450GB                           | are no links
 PLAN --link 450GB,50GB,x                    | are no links

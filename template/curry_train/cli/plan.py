@@ -189,10 +189,17 @@ def plan_command(
         if len(meshes) > 1:
             raise ValueError("--fits alone takes several meshes: give --mesh once")
         (sharding,) = shardings
-        if parallel is not None and not sharding.is_shared and not meshes:
-            raise ValueError("--parallel shares a training among ranks: give --ranks or --mesh too")
-        if verify and sharding.is_shared:
-            raise ValueError("--verify runs one rank: leave --ranks out, or measure under torchrun")
+        if sharding.is_shared:
+            if verify:
+                raise ValueError(
+                    "--verify runs one rank: leave --ranks out, or measure under torchrun"
+                )
+        else:
+            if parallel is not None and not meshes:
+                raise ValueError(
+                    "--parallel shares a training among ranks: give --ranks or --mesh too"
+                )
+            refuse_typed(("links",), "one rank has no links to others")
         planner = functools.partial(
             Planner,
             spec,
@@ -303,6 +310,7 @@ def _find_plan(
 def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
     """Return the current peak with its owners and the plan, at most 80 columns wide."""
     peak = plain.peak
+    settings = plan.settings
     lines = [
         fill_screen(plan.assumptions(), indent=""),
         f"as it is, {plan.microbatch} sample{'s' * (plan.microbatch > 1)}: "
@@ -313,13 +321,11 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
         for owner, held in Counter(peak.owners).most_common()
         if held
     ]
-    notes = [*plan.settings["block_notes"], plan.settings["host_note"]]
+    notes = [*settings["block_notes"], settings["host_note"]]
     lines += map(fill_screen, filter(None, notes))
-    if plan.settings["why_real"]:
+    if settings["why_real"]:
         lines.append(
-            fill_screen(
-                f"measured for real, without offload: {plan.settings['why_real']}", indent=""
-            )
+            fill_screen(f"measured for real, without offload: {settings['why_real']}", indent="")
         )
     return "\n".join([*lines, "", plan.explain(most=None if explain else 1, assumptions=False)])
 
