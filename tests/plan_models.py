@@ -138,9 +138,9 @@ def in_turn(layers, x):
 class Net(nn.Module):
     """A model with blocks of several widths, all of which run `times` times."""
 
-    def __init__(self, hidden, times=1, frozen=()):
+    def __init__(self, hidden, times=1, frozen=(), outputs=4):
         super().__init__()
-        self.first, self.last = nn.Linear(8, 32), nn.Linear(32, 4)
+        self.first, self.last = nn.Linear(8, 32), nn.Linear(32, outputs)
         self.blocks, self.times = nn.ModuleList(Block(width) for width in hidden), times
         for index in frozen:
             self.blocks[index].requires_grad_(False)

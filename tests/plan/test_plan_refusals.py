@@ -16,11 +16,13 @@ from curry_train.plan.saved import Option, apply_options
 from ..command_runs import flat, read_json, require_narrow
 from ..plan_models import Net, net, squares
 
+WIDTHS = 64, 256, 64, 256
+
 
 @functools.cache
 def half():
     """Make a plan for half of the bytes that recompute can save."""
-    with Planner(net(64, 256, 64, 256), without=("sac", "regions"), chunked_loss=False) as planner:
+    with Planner(net(*WIDTHS), without=("sac", "regions"), chunked_loss=False) as planner:
         plain = planner.plan(2**40, global_batch=8, microbatch=8).peak_bytes
         return planner.plan(round(0.75 * plain), global_batch=8, microbatch=8)
 
@@ -36,7 +38,7 @@ def test_a_plan_can_be_read_back_from_its_file(tmp_path):
     # Other settings are for the reader alone.
     others = {"candidates": [], "own": None}
     assert again.to_json() | others == read_json(path) | others
-    changed = again.apply(net(64, 256, 64, 256).build())
+    changed = again.apply(net(*WIDTHS).build())
     assert changed == [n for n, o in found.options.items() if o.kind != "none"]
     assert (changed.microbatch, changed.steps) == (found.microbatch, found.steps)
 
@@ -81,7 +83,7 @@ def test_a_file_that_is_not_a_plan_is_refused(tmp_path, change, message):
 )
 def test_each_field_of_a_plan_file_is_checked(name, value, message):
     with pytest.raises(ValueError, match=message):
-        Plan.from_json({**half().to_json(), name: value})
+        Plan.from_json(half().to_json() | {name: value})
 
 
 def recomputed(model):
@@ -94,7 +96,7 @@ def recomputed(model):
     [
         (net(64, 256, 64).build, r"a block blocks\.3, which Net does not have"),
         (
-            net(64, 256, 64, 256, 64).build,
+            net(*WIDTHS, 64).build,
             r"Net has a block blocks\.4, which the plan does not have",
         ),
         (
@@ -106,7 +108,11 @@ def recomputed(model):
             "has Linear: weight.*, and the plan is for Block: ",
         ),
         (
-            lambda: recomputed(net(64, 256, 64, 256).build()),
+            net(*WIDTHS, outputs=5).build,
+            r"the model has last.weight\[5, 32\], and .*\[4, 32\]",
+        ),
+        (
+            lambda: recomputed(net(*WIDTHS).build()),
             r"blocks\.3 is changed already.*as it was built",
         ),
     ],
@@ -126,8 +132,9 @@ def test_another_model_is_refused_with_the_first_difference_and_not_changed(make
 def infeasible(budget, **settings):
     with pytest.raises(Infeasible) as error:
         plan(net(64, 64), budget, global_batch=8, without=("sac", "regions"), **settings)
-    require_narrow(str(error.value))
-    return flat(str(error.value))
+    text = str(error.value)
+    require_narrow(text)
+    return flat(text)
 
 
 def test_the_message_has_the_missing_bytes_and_what_would_help():

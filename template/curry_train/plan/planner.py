@@ -331,19 +331,21 @@ class Planner:
 
     def _plan(self, best: Candidate, found: list[Candidate], budget_bytes: int) -> Plan:
         sketch = self.sketch
-        case = sketch.case
+        sharding = self.sharding
+        whole_steps = self.whole_steps
         module = sketch.build()
         blocks = {name: fingerprint(block) for name, block in sketch.blocks(module).items()}
-        plain = self.whole_steps.plain(best).step_seconds
+        blocks[""] = fingerprint(module, blocks)
+        plain = whole_steps.plain(best).step_seconds
         assert best.step_seconds is not None
         assert plain is not None
         return Plan(
-            workload=case.workload.name,
+            workload=sketch.case.workload.name,
             budget_bytes=budget_bytes,
             microbatch=best.microbatch,
             steps=best.steps,
-            ranks=self.sharding.ranks,
-            chunk_tokens=self.whole_steps.chunk_tokens if best.chunked_loss else None,
+            ranks=sharding.ranks,
+            chunk_tokens=whole_steps.chunk_tokens if best.chunked_loss else None,
             options=best.options,
             peak_bytes=best.peak_bytes,
             step_seconds=best.step_seconds,
@@ -352,22 +354,22 @@ class Planner:
             settings={
                 "device": self.profile.name,
                 "rates_from": self.profile.source,
-                "parallel": self.sharding.name,
-                "mesh": self.sharding.mesh_text if self.sharding.is_shared else None,
+                "parallel": sharding.name,
+                "mesh": sharding.mesh_text if sharding.is_shared else None,
                 "dtype": sketch.dtype_name,
-                "blocks": case.blocks,
+                "blocks": sketch.case.blocks,
                 "block_notes": sketch.choice.lines() if sketch.choice else [],
                 "host_note": sketch.host_note,
                 "limit_notes": self.limit_notes,
                 "optimizer": name_of(sketch.optimizer),
                 "why_real": sketch.why_real,
-                "left_out": self.whole_steps.left_out,
+                "left_out": whole_steps.left_out,
             },
             why=why_it_won(best, found, plain)
             + what_microbatches_change(module, best)
             + (EVERY_LAYER_NOTE if sketch.draws.drawn else ""),
             cuda=self._cuda_figures(best, budget_bytes),
-            communication=self.whole_steps.communication(best),
+            communication=whole_steps.communication(best),
             candidates=tuple(found),
         )
 

@@ -221,7 +221,8 @@ class Plan:
     peak_bytes: int
     step_seconds: float  # predicted time of the optimizer step
     plain_seconds: float  # the same with all activations held
-    fingerprint: Mapping[str, str]  # class and parameter shapes of each block
+    # Class and parameter shapes of each block, and under "" of the model outside its blocks.
+    fingerprint: Mapping[str, str]
     settings: Mapping[str, Any]
     why: str  # why this candidate won
     cuda: Mapping[str, int] | None = None  # memory on a CUDA device, by name of the figure
@@ -260,24 +261,25 @@ class Plan:
                     "fully_shard and torch.compile"
                 )
 
+        for name in blocks_if_any(model, self.settings.get("blocks")):
+            if name not in self.fingerprint:
+                raise PlanMismatch(
+                    f"{class_name} has a block {name}, which the plan does not have: {advice}"
+                )
+
         for name, planned in self.fingerprint.items():
             if name not in modules:
                 raise PlanMismatch(
                     f"the plan is for a model with a block {name}, which {class_name} does not "
                     f"have: {advice}"
                 )
-            found = fingerprint(modules[name])
+            found = fingerprint(modules[name], () if name else self.fingerprint)
             if found != planned:
                 parts = zip_longest(found.split("; "), planned.split("; "), fillvalue="no more")
                 ours, theirs = next(pair for pair in parts if pair[0] != pair[1])
                 raise PlanMismatch(
-                    f"block {name} has {ours}, and the plan is for {theirs}: {advice}"
-                )
-
-        for name in blocks_if_any(model, self.settings.get("blocks")):
-            if name not in self.fingerprint:
-                raise PlanMismatch(
-                    f"{class_name} has a block {name}, which the plan does not have: {advice}"
+                    f"{name and 'block '}{name or 'the model'} has {ours}, and the plan is for "
+                    f"{theirs}: {advice}"
                 )
 
     def explain(self, *, most: int | None = None, assumptions: bool = True) -> str:
@@ -395,7 +397,7 @@ class Plan:
         _check(data, PLAN_PARTS, "the plan")
         fields: Facts = {name: data.get(name) for name in PLAN_PARTS}
         options = {name: Option.from_json(option) for name, option in fields["options"].items()}
-        if unknown := sorted(options.keys() - fields["fingerprint"].keys()):
+        if unknown := sorted(options.keys() - (fields["fingerprint"].keys() - {""})):
             raise ValueError(
                 f"the plan has an option for {unknown[0]!r}, which is no block of the plan: "
                 "make the plan again"
@@ -417,10 +419,14 @@ class Plan:
             ) from error
 
 
-def fingerprint(block: nn.Module) -> str:
-    """Return the class and the parameter shapes of a block, as text."""
-    shapes = [f"{name}{list(parameter.shape)}" for name, parameter in block.named_parameters()]
-    return f"{type(block).__name__}: {'; '.join(shapes)}"
+def fingerprint(module: nn.Module, blocks: Iterable[str] = ()) -> str:
+    """Return the class and the parameter shapes of a module outside `blocks`, as text."""
+    shapes = [
+        f"{name}{list(parameter.shape)}"
+        for name, parameter in module.named_parameters()
+        if not any(name.startswith(f"{block}.") for block in blocks)
+    ]
+    return f"{type(module).__name__}: {'; '.join(shapes)}"
 
 
 def _blocks(options: Mapping[str, Option]) -> list[str]:
