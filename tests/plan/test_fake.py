@@ -93,7 +93,6 @@ def attend(dtype, *, mask=None, kernels="cuda", kv_heads=4, width=64):
 
 
 def test_attention_uses_the_kernel_that_cuda_would():
-    half = torch.bfloat16
     output, rows = 2 * 4 * 96 * 64, 2 * 4 * 96 * 4
     narrow = torch.bfloat16
     flash = ["flash_attention", "flash_attention_backward"]

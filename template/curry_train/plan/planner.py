@@ -357,7 +357,6 @@ class Planner:
                 "parallel": sharding.name,
                 "mesh": sharding.mesh_text if sharding.is_shared else None,
                 "dtype": sketch.dtype_name,
-                "blocks": sketch.case.blocks,
                 "block_notes": sketch.choice.lines() if sketch.choice else [],
                 "host_note": sketch.host_note,
                 "limit_notes": self.limit_notes,

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from .. import primitives
-from ..core.blocks import Derived, blocks_if_any
+from ..core.blocks import Derived
 from ..core.wording import format_bytes
 from ..primitives.sac import FAMILIES, Policy
 
@@ -259,12 +259,6 @@ class Plan:
                     f"{name or 'the model'} is changed already, it is a {type(module).__name__}: "
                     "apply the plan to a model as it was built, before other techniques, DDP, "
                     "fully_shard and torch.compile"
-                )
-
-        for name in blocks_if_any(model, self.settings.get("blocks")):
-            if name not in self.fingerprint:
-                raise PlanMismatch(
-                    f"{class_name} has a block {name}, which the plan does not have: {advice}"
                 )
 
         for name, planned in self.fingerprint.items():
