@@ -108,7 +108,6 @@ class Boxes:
         ranks = self._ranks
         parameters = digest_of(self._state) if found_at == step else None
         name = f"step-{step:08d}"
-        ranks = self._ranks
         place = self._store.root / FOLDER / name
         part = place.with_name(f".{name}.part")
         losses = {step: float("nan")} | dict(self._losses)
