@@ -181,7 +181,6 @@ def _inspect_folder(path: Path) -> Inspection:
 
 def _read_each(files: Mapping[str, Path], found: Inspection) -> None:
     """Read every file of tensors in a folder, or those that an index of Hugging Face lists."""
-    add_problem = found.problems.append
     index = next((files[name] for name in SHARD_INDEXES if name in files), None)
     add_problem = found.problems.append
     # The keys that each file should hold.
