@@ -110,8 +110,9 @@ def term_of_call(name: str, options: Mapping[str, Any]) -> tuple[Term, dict[str,
     wrong_targets = [*_wrong_targets(name, given, target)]
     if name in ("cross_entropy", "nll_loss"):
         smoothing = float(options.get("label_smoothing", 0))
-        # A sum may be of a part of the positions, as those of a prompt.
-        wrong_targets += _wrong_classes(target.detach(), num_terms or reduction == "sum", smoothing)
+        # A sum may be that of a part of the positions, such as those of a prompt.
+        is_ignored = not num_terms and reduction != "sum"
+        wrong_targets += _wrong_classes(target.detach(), is_ignored, smoothing)
         wrong_targets += _own_pairs(given.detach(), target)
     elif name == "ctc_loss":
         wrong_targets += _wrong_labels(**options)
@@ -197,7 +198,7 @@ def _wrong_targets(name: str, given: Tensor, target: Tensor) -> Doubts:
         yield "the targets have a gradient", "compute them under torch.no_grad(), or detach them"
 
 
-def _wrong_classes(target: Tensor, counts: float, smoothing: float) -> Doubts:
+def _wrong_classes(target: Tensor, is_ignored: bool, smoothing: float) -> Doubts:
     """Find targets that are several classes, smoothed away, or ignored."""
     if target.is_floating_point() and target.dim() > 1:
         is_whole = ((target == 0) | (target == 1)).all()
@@ -206,7 +207,7 @@ def _wrong_classes(target: Tensor, counts: float, smoothing: float) -> Doubts:
             yield "targets of cross_entropy are several classes at once", hint
     if smoothing > 0.9:
         yield f"a label smoothing of {smoothing:g} leaves nothing of the labels", "use 0.1"
-    if not counts:
+    if is_ignored:
         yield "no target counts: all have the ignored index", "look at how labels are made"
 
 

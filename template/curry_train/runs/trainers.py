@@ -469,7 +469,7 @@ class _HuggingFaceJournal(_WatchedJournal):
             control.should_training_stop |= bool(self.reason)
         if "eval_loss" in logs:
             self.journal.write("eval", step=step, metric="eval_loss", value=logs["eval_loss"])
-        # What the spike has left is not saved, also where each epoch is.
+        # A state after a spike is not saved, neither at its step nor at the end of its epoch.
         control.should_save &= not self.reason
 
     on_epoch_end = on_log

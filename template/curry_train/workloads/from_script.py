@@ -240,7 +240,7 @@ class RunningScript(TorchFunctionMode, contextlib.ContextDecorator):
                 process.kill()
         for thread in threading.enumerate():
             if thread.daemon:
-                vars(thread)["join"] = lambda *_: None
+                vars(thread)["join"] = lambda *_, **__: None
         if self._has_made_group:
             torch.distributed.destroy_process_group()
 
