@@ -390,6 +390,25 @@ def rows_normalized_for_nothing():
     fit(loss=loss)
 
 
+def activation_for_nothing():
+    class Model(nn.Linear):
+        def forward(self, inputs):
+            hidden = super().forward(inputs)
+            F.relu(hidden)  # here
+            return hidden
+
+    fit(Model(8, 5))
+
+
+def layer_for_nothing():
+    class Model(nn.Linear):
+        def forward(self, inputs):
+            nn.Dropout(0.1)(inputs)  # here
+            return super().forward(inputs)
+
+    fit(Model(8, 5))
+
+
 def logits_transposed_for_nothing():
     def loss(logits, labels):
         logits.transpose(0, 1)  # here
@@ -1823,7 +1842,7 @@ FAULTY = {
     "results": [
         weights_clamped_for_nothing, codes_added_for_nothing, loss_divided_for_nothing,
         rows_normalized_for_nothing, logits_transposed_for_nothing, mode_named_alone,
-        average_kept_in_a_name,
+        average_kept_in_a_name, activation_for_nothing, layer_for_nothing,
         copied_into_a_dictionary,
     ],
     "accumulation": [

@@ -147,7 +147,11 @@ PURE = (
     "permute",
     "squeeze",
     "unsqueeze",
+    "relu",
+    "tanh",
 )
+# Files of layers that change nothing where their result is not used.
+PURE_LAYERS = ("torch.nn.modules.activation", "torch.nn.modules.dropout")
 LOOK = "look for the first value that is not finite: curry-train grad-flow"
 
 
@@ -222,8 +226,8 @@ class Observer(Trace):
         yield self._into, Tensor, "add_", "copy_", "lerp_"
         # Around those of the same calls.
         yield self._pure, Tensor, *PURE
-        yield self._pure, torch, "clamp"
-        yield self._pure, F, "normalize", "softmax"
+        yield self._pure, torch, "clamp", "relu", "tanh"
+        yield self._pure, F, "normalize", "softmax", "relu", "gelu", "silu"
         yield self._log_softmax, Tensor, "log_softmax"
         yield self._loss, F, *ON_CLASSES, *ON_VALUES
         yield self._signs, F, *ON_SIGNS
@@ -298,6 +302,9 @@ class Observer(Trace):
             with torch.no_grad():
                 event = self._note_forward(call, has_gradients=has_gradients)
                 self._note_views(call.tensors if has_gradients else [])
+        is_pure = type(module).__module__ in PURE_LAYERS and not getattr(module, "inplace", False)
+        if is_pure and loses(call.caller):
+            self._lost(type(module).__name__)
         is_quiet = self.depth and is_model and module.training and not has_gradients
         if is_quiet and module not in self.frozen:
             own = [*module.parameters()]
@@ -471,12 +478,13 @@ class Observer(Trace):
                     note_average(self, one, [weight], share)
 
     def _pure(self, call: Called) -> None:
-        if "out" not in call.options and loses(call.caller):
-            self.fault(
-                "results",
-                f"the result of {call.function.__name__.strip('_')} is not used",
-                "assign it, or change the tensor in place, as by mul_()",
-            )
+        is_in_place = any(one is True for one in (*call.args, *call.options.values()))
+        if not ("out" in call.options or is_in_place) and loses(call.caller):
+            self._lost(call.function.__name__.strip("_"))
+
+    def _lost(self, name: str) -> None:
+        hint = "assign it, or change the tensor in place, as by mul_()"
+        self.fault("results", f"the result of {name} is not used", hint)
 
     def _combine(self, call: Called) -> None:
         value, name = call.run(), call.function.__name__
