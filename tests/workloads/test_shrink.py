@@ -121,7 +121,7 @@ def test_a_factory_that_raises_anyway_raises_its_own_error():
 
 
 def test_of_a_model_without_configuration_the_first_and_last_blocks_stay():
-    stages = nn.Sequential(*[Block(4) for _ in range(5)], nn.Linear(4, 8), *[Block(8)] * 2)
+    stages = nn.Sequential(*[Block(4) for _ in range(5)], nn.Linear(4, 8), *[Block(8)] * 3)
     marked = stages[4]
     shrink = Shrink(2)
     module = shrink.factory(lambda: stages)()
@@ -134,7 +134,7 @@ def test_of_a_model_without_configuration_the_first_and_last_blocks_stay():
     ]
     assert len(module[0].inner) == 3  # of a block that stays nothing is cut
     torch.testing.assert_close(module[1].inner[0].weight, marked.inner[0].weight)
-    assert "2 of 5 Block" in shrink.note
+    assert "2 of 5 Block, 2 of 3 Block" in shrink.note
 
 
 def test_a_workload_is_shrunk_by_its_own_build():

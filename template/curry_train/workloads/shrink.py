@@ -12,7 +12,7 @@ import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -67,17 +67,13 @@ class Shrink:
 
     def _cut(self, module: nn.Module) -> list[str]:
         """Leave the first and last blocks of each run of equal ones, and note how many."""
-        notes = []
+        notes: list[str] = []
         number = self.num_layers
-        for container, run in list(_runs(module)):
-            if len(run) > number:
-                kept = [*run[: -(-number // 2)], *run[len(run) - number // 2 :]]
-                for name in run:
-                    if name not in kept:
-                        delattr(container, name)
-                children = container._modules.values()
-                container._modules = {str(i): child for i, child in enumerate(children)}
-                notes.append(f"{len(kept)} of {len(run)} {type(container[0]).__name__}")
+        # The last run first, so that the places of the others stay. A container may stand twice.
+        for container, run in reversed(dict.fromkeys(_runs(module))):
+            if left_out := run[-(-number // 2) : len(run) - number // 2]:
+                notes.insert(0, f"{number} of {len(run)} {type(container[run[0]]).__name__}")
+                del container[left_out.start : left_out.stop]
                 # It may have no configuration that can be changed.
                 with contextlib.suppress(Exception):
                     _with_fewer_layers(module.config, len(run), number)
@@ -149,21 +145,23 @@ def split_shrink(spec: str) -> tuple[str, Shrink | None]:
     return whole, Shrink(int(number))
 
 
-def _runs(module: nn.Module) -> Iterator[tuple[Any, Sequence[str]]]:
-    """Yield containers with the names of consecutive children of equal class and shapes.
+def _runs(module: nn.Module) -> Iterator[tuple[Any, range]]:
+    """Yield containers with the places of consecutive children of equal class and shapes.
 
     Blocks inside of such a run, as experts are, are not looked at.
     """
     is_container = isinstance(module, nn.ModuleList | nn.Sequential)
-    # Unlike `named_children`, these have a module that stands twice twice.
-    children = [(name, child) for name, child in module._modules.items() if child is not None]
-    for _, group in itertools.groupby(children, key=lambda child: _form(child[1])):
-        names = [name for name, _ in group]
-        if is_container and len(names) > 1:
-            yield module, names
+    # Unlike `children`, these have a module that stands twice twice.
+    children = [child for child in module._modules.values() if child is not None]
+    start = 0
+    for _, group in itertools.groupby(children, key=_form):
+        blocks = [*group]
+        if is_container and len(blocks) > 1:
+            yield module, range(start, start + len(blocks))
         else:
-            for name in names:
-                yield from _runs(getattr(module, name))
+            for block in blocks:
+                yield from _runs(block)
+        start += len(blocks)
 
 
 def _form(module: nn.Module) -> Any:
