@@ -40,14 +40,7 @@ from ..core.blocks import inside_wrappers
 from ..core.measure import Loss
 from ..core.replaced_calls import replaced_calls
 from ..primitives.autocast import autocast_now
-from .from_trainer import (
-    OWN_PRECISION,
-    Autocast,
-    is_sum_over_samples,
-    precision_around,
-    take_training,
-    workload_of,
-)
+from .from_trainer import precision_around, take_training, workload_of
 from .optimizers import optimizers_together, parameters_of, stepped_on_host
 from .workload import Workload, WorkloadError, batch_size, map_tensors, tensors_at
 
@@ -514,7 +507,6 @@ class ScriptTraining:
     # The source of the loss, and objects of the script that it names.
     loss_source: str = ""
     others: Sequence[Any] = ()
-    precision: Autocast = OWN_PRECISION
     place: str = ""
 
     def workload(self, loss: Any = None) -> Workload:
@@ -524,15 +516,8 @@ class ScriptTraining:
             # The source is the one that is printed, so that what is printed is what was used.
             exec(self.loss_source, names)  # noqa: S102
             loss = names["loss"]
-
-        def precise(module: nn.Module, batch: Any) -> Any:
-            with self.precision(module):
-                return loss(module, batch)
-
-        taken = self.make(precise)
-        if loss and is_sum_over_samples(taken.build(), taken.batch(taken.own_batch or 1), loss):
-            taken = replace(taken, loss=precise, notes=(*taken.notes, SUM_NOTE))
-        return replace(taken, spec=f"script={shlex.join(self.words)}", factory=self.factory())
+        spec = f"script={shlex.join(self.words)}"
+        return replace(self.make(loss), spec=spec, factory=self.factory())
 
     def factory(self) -> str:
         """Return the source of a module with the factory that was used."""
@@ -548,9 +533,6 @@ class ScriptTraining:
         if not self.loss_source:
             return text + "def build():\n    return taken.workload()\n"
         return text + f"{self.loss_source}\n\ndef build():\n    return taken.workload(loss)\n"
-
-
-SUM_NOTE = "its loss is a sum over samples, which is divided by their number here"
 
 
 def read_script(file: str, *arguments: str) -> ScriptTraining:
@@ -596,11 +578,13 @@ def _training_of(
         source.batch,
         optimizers=optimizers,
         accumulation=count,
+        precision=precision,
+        may_be_sum=True,
         notes=[*notes, *script.notes],
         output_until="next step" if _is_held(script, root) else "loss",
     )
     lines = ("def loss(module, batch):", *source.lines, f"return {returned}\n")
-    return ScriptTraining(words, make, "\n    ".join(lines), source.others, precision, script.place)
+    return ScriptTraining(words, make, "\n    ".join(lines), source.others, script.place)
 
 
 def _is_held(script: RunningScript, root: nn.Module) -> bool:

@@ -46,6 +46,33 @@ from .workload import (
 # The workload of a training that was read off a trainer or a script.
 
 
+@dataclass(frozen=True)
+class Autocast:
+    """Compute a loss under autocast, as a trainer does."""
+
+    # None where the module runs in its own precision.
+    dtype: torch.dtype | None = None
+
+    # Converts what the module's forward returns, where a wrapper of that alone casts.
+    convert: Any = None
+
+    def __call__(self, module: nn.Module) -> Any:
+        """Return a context in which the loss is computed so."""
+        if self.dtype is None:
+            return contextlib.nullcontext()
+        device = next(module.parameters()).device.type
+        if self.convert is None:
+            return torch.autocast(device, dtype=self.dtype)
+        # A partial function in each context: torch does not compile its code again. Trainers
+        # replace the forward of a module too, as TRL's do for a chunked loss.
+        forward = functools.partial(self._run, device, module.forward)
+        return mock.patch.object(module, "forward", forward)
+
+    def _run(self, device: str, forward: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+        with torch.autocast(device, dtype=self.dtype):
+            return self.convert(forward(*args, **options))
+
+
 def workload_of(
     source: str,
     module: nn.Module,
@@ -55,15 +82,17 @@ def workload_of(
     count: Callable[[Any], int] = batch_size,
     optimizers: Sequence[torch.optim.Optimizer],
     accumulation: int,
-    precision: torch.dtype | None = None,
+    precision: Autocast,
+    may_be_sum: bool = False,
     notes: Sequence[str] = (),
     output_until: str = "loss",
 ) -> Workload:
     """Return the workload of a training; each module that it builds is a copy of the user's.
 
     `source` names what it was read off, for the first note, on each part of it. `mean_loss` is what
-    the user's code computes, a mean over the terms that `count` counts. The methods of trainers
-    return the loss alone, so that what the module returned is freed there.
+    the user's code computes: a mean over the terms that `count` counts or, if it `may_be_sum`, a
+    sum over samples. The methods of trainers return the loss alone, so that what the module
+    returned is freed there.
     """
     if any(hasattr(one, "unshard") for one in module.modules()):
         raise WorkloadError(
@@ -75,15 +104,20 @@ def workload_of(
         f"{source}: {type(module).__name__}, {batch_size(batch)} samples a batch",
         optimizer.summary(),
     ]
-    if precision is not None:
-        read.append(f"autocast to {str(precision).removeprefix('torch.')}")
+    if precision.dtype is not None:
+        read.append(f"autocast to {str(precision.dtype).removeprefix('torch.')}")
     if accumulation > 1:
         read.append(f"{accumulation} batches a step")
     if optimizer.num_others:
         notes = [*notes, f"{optimizer.num_others} parameters of its optimizer are not of the model"]
+    is_sum = may_be_sum and is_sum_over_samples(copy.deepcopy(module), batch, mean_loss)
+    if is_sum:
+        notes = [*notes, "its loss is a sum over samples, which is divided by their number here"]
 
     def loss(module: nn.Module, batch: Any) -> Tensor:
-        return mean_loss(module, batch) * count(batch)
+        with precision(module):
+            found = mean_loss(module, batch)
+        return found if is_sum else found * count(batch)
 
     make_batch, is_divisible = batches_like(batch)
     return Workload(
@@ -122,32 +156,6 @@ def is_sum_over_samples(module: nn.Module, batch: Any, loss: Callable[..., Tenso
     return abs(thrice - 3 * once) < SUM_TOLERANCE * abs(once)
 
 
-@dataclass(frozen=True)
-class Autocast:
-    """Run a module's forward under autocast, as a trainer's wrapper around it does."""
-
-    # None where the module runs in its own precision.
-    dtype: torch.dtype | None
-
-    # Converts what the forward returns.
-    convert: Callable[[Any], Any]
-
-    def __call__(self, module: nn.Module) -> Any:
-        """Return a context in which the module's forward runs so."""
-        if self.dtype is None:
-            return contextlib.nullcontext()
-        device = next(module.parameters()).device.type
-        # A partial function in each context: torch does not compile its code again. Trainers
-        # replace the forward of a module too, as TRL's do for a chunked loss.
-        forward = functools.partial(self._run, device, module.forward)
-        return mock.patch.object(module, "forward", forward)
-
-    def _run(self, device: str, forward: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
-        with torch.autocast(device, dtype=self.dtype):
-            return self.convert(forward(*args, **options))
-
-
-OWN_PRECISION = Autocast(None, bool)
 MIXED_DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -188,13 +196,11 @@ def _of_hugging_face(trainer: Any) -> Workload:
     # Older versions count all labels.
     shifts = getattr(trainer, "_loss_shifts_labels", False)
     count = LabelCount(shifts) if counts else batch_size
-    autocast = autocast_of(trainer.accelerator)
 
     def mean_loss(model: nn.Module, inputs: Any) -> Tensor:
         # The Trainer removes entries from what it is given.
         options = {"num_items_in_batch": count(inputs)} if counts else {}
-        with autocast(model):
-            loss: Tensor = trainer.compute_loss(model, {**inputs}, **options)
+        loss: Tensor = trainer.compute_loss(model, {**inputs}, **options)
         return loss
 
     notes: list[str] = []
@@ -211,7 +217,7 @@ def _of_hugging_face(trainer: Any) -> Workload:
         count=count,
         optimizers=[_inside_wrapper(trainer.create_optimizer() or trainer.optimizer)],
         accumulation=arguments.gradient_accumulation_steps,
-        precision=autocast.dtype,
+        precision=autocast_of(trainer.accelerator),
         notes=notes,
     )
 
@@ -249,15 +255,12 @@ def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> Workloa
         batch = hook(batch, 0)
     trainer.strategy.connect(module)
     trainer.strategy.setup_optimizers(trainer)
-    dtype = MIXED_DTYPES.get(trainer.precision)
     # As Lightning decides: by the name, or by a second parameter of any name.
     parameters = inspect.signature(module.training_step).parameters
     with_index = "batch_idx" in parameters or len(parameters) > 1
 
     def mean_loss(model: nn.Module, inputs: Any) -> Tensor:
-        device = next(model.parameters()).device.type
-        precision = torch.autocast(device, dtype=dtype) if dtype else contextlib.nullcontext()
-        with _in_training(model, trainer) as step, precision:
+        with _in_training(model, trainer) as step:
             output = step(inputs, 0) if with_index else step(inputs)
         loss = output["loss"] if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
@@ -272,7 +275,7 @@ def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> Workloa
         mean_loss,
         optimizers=[*map(_inside_wrapper, trainer.optimizers)],
         accumulation=trainer.accumulate_grad_batches,
-        precision=dtype,
+        precision=Autocast(MIXED_DTYPES.get(trainer.precision)),
     )
 
 
@@ -318,11 +321,9 @@ def _of_accelerator(accelerator: Any, loss: Callable[..., Any] | None = None) ->
         )
     module = bare_module(accelerator, given["model"][0])
     batch = _first(given["loader"][0])
-    autocast = autocast_of(accelerator)
 
     def mean_loss(model: nn.Module, inputs: Any) -> Tensor:
-        with autocast(model):
-            found = own_loss(call(model, inputs)) if loss is None else loss(model, inputs)
+        found = own_loss(call(model, inputs)) if loss is None else loss(model, inputs)
         if not isinstance(found, Tensor):
             raise WorkloadError(
                 f"{type(model).__name__} returns no loss: return (accelerator, loss) with a "
@@ -337,7 +338,7 @@ def _of_accelerator(accelerator: Any, loss: Callable[..., Any] | None = None) ->
         mean_loss,
         optimizers=[_inside_wrapper(given["optimizer"][0])],
         accumulation=accelerator.gradient_accumulation_steps,
-        precision=autocast.dtype,
+        precision=autocast_of(accelerator),
         notes=[
             f"it has prepared {len(found)} {name}s, of which the first is taken"
             for name, found in given.items()
@@ -373,7 +374,7 @@ def precision_around(module: nn.Module) -> Autocast:
     A module without such a wrapper runs in its own precision.
     """
     if "_original_forward" not in vars(module):
-        return OWN_PRECISION
+        return Autocast()
     for one in gc.get_objects():
         if type(one).__name__ == "Accelerator" and module in map(inside_wrappers, one._models):
             bare_module(one, module)
