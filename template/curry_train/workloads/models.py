@@ -370,10 +370,11 @@ def load_workload(spec: str | Workload) -> Workload:
             return again if isinstance(again, nn.Module) else again[0]
 
         try:
-            workload = default_workload(spec.rsplit(":", 1)[1], build, made, spec=spec)
+            workload = default_workload(spec.rsplit(":", 1)[1], build, made)
         except ValueError as error:
             raise WorkloadError(f"{spec}: {error}") from None
-    return _tried(workload if shrink is None else replace(workload, notes=(shrink.note,)))
+    notes = (shrink.note,) if shrink else ()
+    return _tried(replace(workload, spec=spec, notes=notes))
 
 
 def _tried(workload: Workload) -> Workload:

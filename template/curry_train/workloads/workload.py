@@ -407,9 +407,7 @@ SEQUENCE_LENGTH = 64
 IMAGE_SIZE = 32
 
 
-def default_workload(
-    name: str, build: Callable[[], nn.Module], made: Any, *, spec: str = ""
-) -> Workload:
+def default_workload(name: str, build: Callable[[], nn.Module], made: Any) -> Workload:
     """Make a workload from what a factory returned: a module, or a module and a batch."""
     match made:
         case nn.Module() as module:
@@ -445,7 +443,6 @@ def default_workload(
         loss=OutputLoss(count),
         count=count,
         mask=getattr(count, "mask", None),
-        spec=spec,
         own_batch=size if isinstance(made, tuple) else None,
         is_divisible=is_divisible,
         dtype=dtype_of(module),
