@@ -9,20 +9,18 @@ where there is a GPU.
 Proof: `python -m pytest tests/workloads/test_from_trainer.py tests/workloads/test_from_script.py`.
 """
 
-import contextlib
 import copy
 import functools
 import gc
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .workload import WorkloadError
+from .workload import WorkloadError, made_by
 
 # A copy of these is part of a copied optimizer; other objects are shared.
 OWNED_TYPES = (Tensor, dict, list, set, Optimizer)
@@ -175,25 +173,14 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-@contextlib.contextmanager
-def stepped_on_host() -> Iterator[None]:
-    """Make a `SteppedOnHost` where torchao's class is called, which needs a GPU."""
+def _made(kind: type, *args: Any, **options: Any) -> Any:
+    """Make an optimizer, and a `SteppedOnHost` in place of torchao's, which needs a GPU."""
+    if kind.__name__ == "CPUOffloadOptimizer" and kind.__module__.startswith("torchao."):
+        return SteppedOnHost(*args, **options)
+    return object.__new__(kind)
 
-    def initialize(optimizer: Any, *args: Any, **options: Any) -> None:
-        optimizer.__class__ = SteppedOnHost
-        optimizer.__init__(*args, **options)
 
-    def replace(made: Any, /, **_: Any) -> None:
-        if made.__name__ == "CPUOffloadOptimizer" and made.__module__.startswith("torchao."):
-            stack.enter_context(mock.patch.object(made, "__init__", initialize))
-
-    base = Optimizer
-    with contextlib.ExitStack() as stack:
-        for one in base.__subclasses__():
-            replace(one)
-        # It may be imported later.
-        stack.enter_context(mock.patch.object(base, "__init_subclass__", classmethod(replace)))
-        yield
+stepped_on_host = functools.partial(made_by, Optimizer, _made)
 
 
 def optimizers_together(

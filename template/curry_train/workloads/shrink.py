@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from .workload import Workload, WorkloadError
+from .workload import Workload, WorkloadError, made_by
 
 # Begins the text of a workload whose model has fewer layers: `shrink=2:SPEC`.
 SHRINK_PREFIX = "shrink="
@@ -124,17 +124,13 @@ def shrunk_configurations(num_layers: int, notes: list[str]) -> Iterator[None]:
                 )
         return object.__new__(kind)
 
-    patched: Any = nn.Module
-    patched.__new__ = staticmethod(make)
     try:
-        yield
+        with made_by(nn.Module, make):
+            yield
     except Exception:  # whatever a user's factory raises: its configurations are as they were
         for config, before in known.values():
             vars(config).update(before)
         raise
-    finally:
-        # Deleted, it would leave an `object.__new__` that takes no arguments.
-        patched.__new__ = staticmethod(lambda kind, *_, **__: object.__new__(kind))
 
 
 def split_shrink(spec: str) -> tuple[str, Shrink | None]:

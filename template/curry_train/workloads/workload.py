@@ -6,6 +6,7 @@ the built-in workloads, and makes one from a user's own model.
 Proof: `python -m pytest tests/workloads/test_workload.py`.
 """
 
+import contextlib
 import copy
 import copyreg
 import functools
@@ -399,6 +400,19 @@ def _lengths(batch: Batch) -> list[int]:
     found: list[int] = []
     map_tensors(batch, lambda tensor: found.append(len(tensor) if tensor.dim() else 0))
     return found
+
+
+@contextlib.contextmanager
+def made_by(base: Any, make: Callable[..., Any]) -> Iterator[None]:
+    """Call `make(kind, ...)` where an object of a class, or of one derived from it, is made."""
+    # Deleted, it would leave an `object.__new__` that takes no arguments.
+    usual = staticmethod(lambda kind, *_, **__: object.__new__(kind))
+    before = vars(base).get("__new__", usual)
+    base.__new__ = staticmethod(make)
+    try:
+        yield
+    finally:
+        base.__new__ = before
 
 
 # Batches and losses for modules, `(module, batch)` pairs and Hugging Face models.
