@@ -66,7 +66,7 @@ def take_eagerly(optimizer: torch.optim.Optimizer) -> None:
     Under an instrument torch compiles nothing. Run eagerly, a compiled step holds a few copies of
     one parameter more.
     """
-    kind = optimizer.optimizer_class if isinstance(optimizer, SteppedOnHost) else type(optimizer)
+    kind = optimizer.make.func if isinstance(optimizer, SteppedOnHost) else type(optimizer)
     if kind.__module__.partition(".")[0] in ("torch", __package__.partition(".")[0]):
         optimizer.step()
         return

@@ -551,9 +551,9 @@ def read_script(file: str, *arguments: str) -> ScriptTraining:
 def _training_of(
     script: RunningScript, optimizer: torch.optim.Optimizer, words: tuple[str, ...]
 ) -> ScriptTraining:
-    called = set[Tensor]().union(*(one.parameters() for one in script.called()))
+    called = {parameter for one in script.called() for parameter in one.parameters()}
     optimizers, notes = optimizers_together(optimizer, called, is_in_backward=script.is_in_backward)
-    trained = set[Tensor]().union(*map(parameters_of, optimizers))
+    trained = {*parameters_of(*optimizers)}
     calls = [
         losses
         for losses in script.backward.values()
@@ -602,8 +602,8 @@ def _is_held(script: RunningScript, root: nn.Module) -> bool:
 
 def _modules_to(value: Any) -> set[nn.Module]:
     """Return the modules that were called to compute the tensors in a value."""
-    made = (one.operation.modules for one in tree_iter(value) if isinstance(one, MadeTensor))
-    return set[nn.Module]().union(*made)
+    made = [one for one in tree_iter(value) if isinstance(one, MadeTensor)]
+    return {module for one in made for module in one.operation.modules}
 
 
 def _root_of(script: RunningScript, trained: set[Tensor]) -> nn.Module:

@@ -13,7 +13,7 @@ import copy
 import functools
 import gc
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class OptimizerLike:
         self.__module__ = type(optimizers[0]).__module__
         names = dict.fromkeys(type(one).__qualname__ for one in optimizers)
         self.__qualname__ = " and ".join(names)
-        held = [parameter for one in optimizers for parameter in parameters_of(one)]
+        held = parameters_of(*optimizers)
         # The number of parameters that are not of this module.
         self.num_others = sum(one not in self._names for one in held)
         if self.num_others == len(held):
@@ -134,7 +134,6 @@ class SteppedOnHost(Optimizer):
             options.setdefault("fused", True)
         self.make = functools.partial(optimizer_class, **options)
         self._part = self.make(params)
-        self.optimizer_class = optimizer_class
         self.offload_gradients = offload_gradients
         self.minimal_size = minimal_size
         super().__init__(_groups_of(self._part.param_groups, lambda one: one.requires_grad), {})
@@ -184,7 +183,7 @@ stepped_on_host = functools.partial(made_by, Optimizer, _made)
 
 
 def optimizers_together(
-    first: Optimizer, called: set[Tensor], *, is_in_backward: bool
+    first: Optimizer, called: Collection[Tensor], *, is_in_backward: bool
 ) -> tuple[list[Optimizer], list[str]]:
     """Return the first optimizer and those that step after, or inside of, the same backward.
 
@@ -197,7 +196,7 @@ def optimizers_together(
         if not issubclass(type(one), Optimizer):
             continue
         own = {*parameters_of(one)}
-        if not own <= called or not trained.isdisjoint(own):
+        if not own.issubset(called) or not trained.isdisjoint(own):
             continue
         if is_in_backward or any(held.grad is not None for held in own):
             found.append(one)
@@ -215,5 +214,6 @@ def optimizers_together(
     return found, notes
 
 
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def parameters_of(*optimizers: Optimizer) -> list[Tensor]:
+    groups = [group for one in optimizers for group in one.param_groups]
+    return [parameter for group in groups for parameter in group["params"]]
