@@ -9,6 +9,7 @@ tensors that autograd saved for it.
 Proof: `python -m pytest tests/primitives/test_regions.py tests/peers/test_peer_behaviours.py`.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -52,12 +53,12 @@ class Replay:
 
     call: FlatCall
 
-    # Tensors that the first call saved, and uses of its output that are still to come.
+    # Tensors that the first call saved, and uses of its output.
     num_saved: int = 0
     num_uses: int = 0
-    # Results of the second call that nothing has taken.
-    saved: dict[int, Tensor] = field(default_factory=dict)
-    output: Any = None
+    # Results of the second call that backward has not taken: the saved tensors by their index, and
+    # the output by a negative one for each use.
+    results: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.inputs = self.call.take_tensors()
@@ -66,7 +67,7 @@ class Replay:
 
     def first(self) -> Any:
         """Make the first call, and mark its output so that it can be recomputed."""
-        with saved_tensors_hooks(self._pack, self._unpack):
+        with saved_tensors_hooks(self._pack, self._take):
             output = self.call()
         fresh = isinstance(output, Tensor) and output.grad_fn is not None and output._base is None
         if fresh and not any(output is tensor for tensor in self.inputs):
@@ -78,25 +79,16 @@ class Replay:
     def use(self) -> Callable[[], Tensor]:
         """Return a function that gives the output in backward; the last use releases the output."""
         self.num_uses += 1
-        return self._take
-
-    def _take(self) -> Tensor:
-        if self.output is None:
-            self._again()
-        output: Tensor = self.output
-        self.num_uses -= 1
-        if self.num_uses <= 0:
-            self.output = None
-        return output
+        return functools.partial(self._take, -self.num_uses)
 
     def _pack(self, _: Tensor) -> int:
         self.num_saved += 1
         return self.num_saved - 1
 
-    def _unpack(self, index: int) -> Tensor:
-        if index not in self.saved:
+    def _take(self, index: int) -> Tensor:
+        if index not in self.results:
             self._again()
-        return self.saved.pop(index)
+        return self.results.pop(index)
 
     def _again(self) -> None:
         for tensor, version in zip(self.inputs, self.versions, strict=True):
@@ -115,8 +107,9 @@ class Replay:
                 "second: it computes something else when it is recomputed; take it out of the "
                 "regions"
             )
-        self.saved = dict(enumerate(saved))
-        self.output = output.detach() if isinstance(output, Tensor) else None
+        self.results = dict(enumerate(saved))
+        if self.num_uses:
+            self.results |= dict.fromkeys(range(-self.num_uses, 0), output.detach())
 
 
 # Recompute a saved tensor from other tensors that autograd saves anyway.
