@@ -55,33 +55,28 @@ class Choices(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[Choice] = []
-        self.position: int | None = None
-        # A nested block enters the modes that it was called in, which must do nothing there.
-        self.is_own = False
-        self.has_policy = False
+        # None where a nested block enters the modes that it was called in: there it does nothing.
+        self.run: _Run | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        run = self.run
         name = getattr(func, "__name__", "")
-        if not self.is_own or name not in CHOOSING_NAMES:
+        if run is None or name not in CHOOSING_NAMES:
             return func(*args, **kwargs)
         scores = args[0] if args and _are_a_routers(args[0]) else None
         following = None
-        if self.position is not None and self.position < len(self.kept):
-            following = self.kept[self.position]
+        if run.repeats and run.position < len(self.kept):
+            following = self.kept[run.position]
             if following[0] is not None and scores is not None:
-                self._overwrite(scores, following[0])
+                run.overwrite(scores, following[0])
         # Also where its choice is repeated: autograd saves the indices, which share memory with the
         # output.
         found = func(*args, **kwargs)
         outputs = list(tensors_in(found))
         if not all(output.is_floating_point() for output in outputs):
-            if self.position is None:
-                with torch.no_grad(), self._unseen():
-                    kept_scores = None if scores is None else scores.detach().clone()
-                    self.kept.append((kept_scores, [output.detach().clone() for output in outputs]))
-            else:
-                self.position += 1
+            if run.repeats:
+                run.position += 1
                 # Overwrite what the function chose on the kept scores.
                 shapes = [output.shape for output in outputs]
                 if following is None or [kept.shape for kept in following[1]] != shapes:
@@ -91,17 +86,46 @@ class Choices(TorchFunctionMode):
                         "it out with blocks="
                     )
                 for output, kept in zip(outputs, following[1], strict=True):
-                    self._overwrite(output, kept)
+                    run.overwrite(output, kept)
+            else:
+                with torch.no_grad(), run.unseen():
+                    kept_scores = None if scores is None else scores.detach().clone()
+                    self.kept.append((kept_scores, [output.detach().clone() for output in outputs]))
         return found
 
-    def _overwrite(self, tensor: Tensor, value: Tensor) -> None:
+
+@dataclasses.dataclass
+class _Run:
+    """Context of one run of a block, which can be entered again for a second backward."""
+
+    choices: Choices
+    inner: Any
+    # Whether it repeats choices, and the place of the next one.
+    repeats: bool
+    position: int = 0
+
+    def __enter__(self) -> None:
+        self.position = 0
+        self.choices.run = self
+        self.choices.__enter__()
+        self.inner.__enter__()
+
+    def __exit__(self, *raised: Any) -> Any:
+        try:
+            return self.inner.__exit__(*raised)
+        finally:
+            self.choices.__exit__(*raised)
+            self.choices.run = None
+
+    def overwrite(self, tensor: Tensor, value: Tensor) -> None:
         """Write a value into a tensor and into what autograd saved of it, unnoticed by both."""
-        with self._unseen():
+        with self.unseen():
             tensor.data.copy_(value)
 
-    def _unseen(self) -> contextlib.AbstractContextManager[Any]:
+    def unseen(self) -> contextlib.AbstractContextManager[Any]:
         """Leave the policy's dispatch mode, which counts operations, if the block has one."""
-        return _pop_mode_temporarily() if self.has_policy else contextlib.nullcontext()
+        has_policy = isinstance(self.inner, TorchDispatchMode)
+        return _pop_mode_temporarily() if has_policy else contextlib.nullcontext()
 
 
 def _are_a_routers(scores: Any) -> bool:
@@ -115,41 +139,12 @@ def _are_a_routers(scores: Any) -> bool:
     )
 
 
-@dataclasses.dataclass
-class _Entered:
-    """Context of one run of a block, which can be entered again for a second backward."""
-
-    choices: Choices
-    inner: Any
-
-    # The place of the first choice to repeat; None where choices are kept.
-    position: int | None
-
-    def __enter__(self) -> None:
-        choices = self.choices
-        choices.position = self.position
-        choices.is_own = True
-        choices.has_policy = isinstance(self.inner, TorchDispatchMode)
-        choices.__enter__()
-        self.inner.__enter__()
-
-    def __exit__(self, *raised: Any) -> Any:
-        try:
-            return self.inner.__exit__(*raised)
-        finally:
-            self.choices.__exit__(*raised)
-            self.choices.is_own = False
-
-
 def routed_contexts(others: Pair) -> Pair:
     """Return the contexts of the first and of the recomputed run, around others."""
     first, second = others
     choices = Choices()
-    entered: Any = (
-        _Entered(choices, first, position=None),
-        _Entered(choices, second, position=0),
-    )
-    return entered
+    runs: Any = _Run(choices, first, repeats=False), _Run(choices, second, repeats=True)
+    return runs
 
 
 def keep_routing(model: nn.Module, *, blocks: Globs | None = None) -> list[str]:
