@@ -145,9 +145,8 @@ class BlockState:
             self.states[module] = state = SimpleNamespace(
                 held=(parameters, buffers, attributes),
                 versions={},
-                containers={},
-                # Tensors that the call writes in place, as they were before it.
-                clones={},
+                # Containers, and tensors that the call writes in place, as they were before it.
+                originals={},
             )
             may_be_written = buffers.copy()
             for name in attributes.keys() - TORCH_ATTRIBUTES:
@@ -157,7 +156,7 @@ class BlockState:
                 elif type(value) is Generator:
                     self.generators.append((value, value.get_state()))
                 elif type(value) in COPIED_CONTAINERS and len(value) <= LONGEST_COPIED:
-                    state.containers[name] = value.copy()
+                    state.originals[name] = value.copy()
             # What a module writes is not known before its first call.
             written = written_names.get(module, may_be_written)
             for name, value in (*parameters.items(), *may_be_written.items()):
@@ -165,7 +164,8 @@ class BlockState:
                     continue
                 state.versions[name] = value, value._version
                 if name in written and name in may_be_written:
-                    state.clones[name] = value.detach().clone().requires_grad_(value.requires_grad)
+                    original = value.detach().clone().requires_grad_(value.requires_grad)
+                    state.originals[name] = original
 
     def end(self) -> None:
         """Note after the first call what it wrote in place."""
@@ -174,10 +174,10 @@ class BlockState:
             for name, (tensor, version) in list(state.versions.items()):
                 if tensor._version != version:
                     written.add(name)
-                if name in written and name in state.clones:
+                if name in written and name in state.originals:
                     del state.versions[name]
                 else:
-                    state.clones.pop(name, None)
+                    state.originals.pop(name, None)
                     state.versions[name] = tensor, tensor._version
 
     def __enter__(self) -> None:
@@ -195,10 +195,9 @@ class BlockState:
             _put_back([(module, state.held) for module, state in states])
             for module, state in states:
                 buffers = module._buffers
-                for name, value in state.containers.items():
-                    module.__dict__[name] = value.copy()
-                for name, value in state.clones.items():
-                    (buffers if name in state.held[1] else module.__dict__)[name] = value.clone()
+                for name, value in state.originals.items():
+                    place = buffers if name in state.held[1] else module.__dict__
+                    place[name] = value.clone() if isinstance(value, Tensor) else value.copy()
                 if isinstance(module, _NormBase) and module.track_running_stats:
                     # Torch writes running statistics without a new version. `track_running_stats`
                     # stays on, because autograd has to save as many tensors as in the first call.
