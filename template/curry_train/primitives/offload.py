@@ -242,7 +242,7 @@ class OffloadedForward:
             if saved is not None and saved.moved.flat is None:
                 if self.ahead_bytes + saved.moved.nbytes > self.most_bytes:
                     break
-                saved.moved.fetch(ahead=True)
+                saved.moved.fetch()
             position -= 1
         self.cursor = position
 
@@ -279,19 +279,19 @@ class Moved:
         self.copies = offloader.copies(tensor.device)
         self.copies.out(elements.view(torch.uint8), self.host, most_bytes=step.most_bytes)
 
-    def fetch(self, *, ahead: bool) -> Tensor:
-        """Start copying the storage back to the device."""
+    def fetch(self) -> Tensor:
+        """Start copying the storage back to the device; it is ahead until backward takes it."""
         self.flat, self.done = self.copies.back(self.host, self.nbytes)
         self.step.report.brought_back_bytes += self.nbytes
-        self.step.ahead_bytes += self.nbytes if ahead else 0
-        self.ahead = ahead
+        self.step.ahead_bytes += self.nbytes
+        self.ahead = True
         return self.flat
 
     def ask(self, saved: "OffloadedTensor") -> Tensor:
         """Return the bytes on the device for the backward of one operation."""
         flat = self.flat
         if flat is None:
-            flat = self.fetch(ahead=False)
+            flat = self.fetch()
             self.step.cursor = saved.index
 
         self.copies.wait(self.done)
@@ -406,8 +406,9 @@ class OffloadedCall:
             reason = ALIAS_REASON
 
         step.report.skip(tensor, reason)
-        weight = _weight_of_cast(base) if reason == WEIGHT_CAST else None
-        return CheckedTensor(tensor) if weight is None else CastAgain(tensor, weight)
+        if reason == WEIGHT_CAST:
+            return CastAgain(tensor, _weight_of_cast(base))
+        return CheckedTensor(tensor)
 
     def _why_it_stays(self, tensor: Tensor, base: Tensor) -> str | None:
         """Return the reason to leave a tensor on the device, or None to move its storage."""
@@ -538,12 +539,12 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
         ) from error
 
 
-def _weight_of_cast(base: Tensor) -> Tensor | None:
+def _weight_of_cast(base: Tensor) -> Any:
     """Return the parameter that a tensor is a cast of, if any."""
     node = base.grad_fn
     if node is None or node.name() != CAST_NODE or base._version:
         return None
-    weight: Tensor | None = getattr(node.next_functions[0][0], "variable", None)
-    if weight is None or type(weight) not in PLAIN_TENSOR_TYPES or weight.device != base.device:
+    weight: Any = getattr(node.next_functions[0][0], "variable", None)
+    if type(weight) not in PLAIN_TENSOR_TYPES or weight.device != base.device:
         return None
     return weight if weight.shape == base.shape and weight.stride() == base.stride() else None
