@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-# Loads offload and the loop over timesteps when they are used.
+# Loads offload, the loop over timesteps and the compiler, which takes seconds, when they are used.
 from .. import primitives
 from ..core.blocks import Globs, NoBlocks, find_blocks, match_names
 from ..core.measure import LayerMemory, Loss, as_trained, divide, measure_layers, measure_memory
@@ -176,9 +176,7 @@ def _regions(model: nn.Module, sample: Sample) -> list[str]:
 def _offload(model: nn.Module, sample: Sample) -> list[str]:
     """Offload all blocks but the last; a single block is offloaded itself."""
     num_blocks = len(find_blocks(model, sample.blocks))
-    return primitives.offload.offload_blocks(
-        model, blocks=sample.blocks, keep_last=min(1, num_blocks - 1)
-    )
+    return primitives.offload_blocks(model, blocks=sample.blocks, keep_last=min(1, num_blocks - 1))
 
 
 def moved_bytes(model: nn.Module) -> dict[str, float]:
@@ -186,7 +184,7 @@ def moved_bytes(model: nn.Module) -> dict[str, float]:
 
     `save_on_cpu` copies every tensor that autograd saves in the blocks.
     """
-    report = primitives.offload.offload_report(model)
+    report = primitives.offload_report(model)
     everything = report.moved_bytes + sum(nbytes for _, nbytes in report.skipped.values())
     return {
         "moved_bytes": report.moved_bytes,
@@ -200,11 +198,8 @@ MEMORY_BUDGET_SHARE = 0.5  # of the bytes that compiled code saves for backward
 
 
 def _memory_budget(model: nn.Module, sample: Sample) -> list[str]:
-    # Imported here because this imports the compiler, which takes seconds.
-    from .compile_budget import memory_budget
-
     cuda = any(parameter.device.type == "cuda" for parameter in model.parameters())
-    return memory_budget(
+    return primitives.memory_budget(
         model,
         MEMORY_BUDGET_SHARE,
         blocks=sample.blocks,
