@@ -23,6 +23,7 @@ import signal
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -588,16 +589,17 @@ def _training_of(
 
 
 def _is_held(script: RunningScript, root: nn.Module) -> bool:
-    """Return whether the script still holds what the module returned, or a view of it."""
-    made = [one for one in script.made if one.layout is torch.strided]
-    # The script does not hold the last one; its variable counts as the record does for the others.
-    alone = torch.empty(0)
-    made.append(alone)
-    counts = [sys.getrefcount(one) for one in made]
-    held = {one.data_ptr() for one, count in zip(made, counts, strict=True) if count > counts[-1]}
-    returned = (one for one, by in script.made.items() if by.operation.function is root)
-    # Of sparse and nested tensors it is not known.
-    return any(one.layout is not torch.strided or one.data_ptr() in held for one in returned)
+    """Return whether the script still holds what the module returned, or a view of it.
+
+    The record is left out, so this comes last.
+    """
+    returned = [
+        weakref.ref(one.untyped_storage() if one.layout is torch.strided else one)
+        for one, by in script.made.items()
+        if by.operation.function is root
+    ]
+    script.made.clear()
+    return any(one() is not None for one in returned)
 
 
 def _modules_to(value: Any) -> set[nn.Module]:
