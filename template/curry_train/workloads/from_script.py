@@ -460,7 +460,11 @@ class LossSource:
             called = str(resolve_name(function))
             if not called.startswith("torch."):
                 called = self._other(function)
-        parameters = _parameters(getattr(function, "forward", function))
+        parameters: list[inspect.Parameter] = []
+        # Python can't inspect all functions.
+        with contextlib.suppress(TypeError, ValueError):
+            signature = inspect.signature(getattr(function, "forward", function))
+            parameters += signature.parameters.values()
         if function in (Tensor.view, Tensor.reshape):
             # The first size follows from the others, so that a batch may have any size.
             first, *sizes = tree_leaves(args)
@@ -475,14 +479,6 @@ class LossSource:
             if defaults.get(name, self) is not value:
                 written.append(f"{name}={self.expression(value, name)}")
         return f"{called}({', '.join(written)})"
-
-
-def _parameters(function: Any) -> list[inspect.Parameter]:
-    """Return the parameters of a function; none of those that Python can't inspect."""
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return []
 
 
 def _undivided(value: Any, number: int) -> Any:

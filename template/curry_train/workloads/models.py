@@ -412,12 +412,12 @@ def _taken_workload(spec: str, folder: Path) -> Workload:
         return _tried(replace(read, spec=spec))
     except KeyboardInterrupt:
         raise
-    except WorkloadError as error:
-        raise WorkloadError(f"{name}: {error}") from error
     except BaseException as error:
         # The user's script may raise anything.
-        what = f"{describe_raised(error)}{advice_on(error)}"
-        raise WorkloadError(f"{name}: it raised {what}") from error
+        what = f"it raised {describe_raised(error)}{advice_on(error)}"
+        if isinstance(error, WorkloadError):
+            what = str(error)
+        raise WorkloadError(f"{name}: {what}") from error
 
 
 def _factory_of_config(spec: str) -> Callable[[], nn.Module]:

@@ -476,8 +476,8 @@ def batches_like(example: Any) -> tuple[Callable[[int], Any], bool]:
         if not is_divisible and wanted == size:
             return example
         # Repeated in order, the microbatches of a window would be equal, and hide what is left out.
-        more = random.Random(0).choices(range(size), k=max(0, wanted - size))
-        return take(example, [*range(min(wanted, size)), *more])
+        more = random.Random(0).choices(range(size), k=wanted)
+        return take(example, [*range(size), *more][:wanted])
 
     return batch, is_divisible
 
