@@ -16,7 +16,6 @@ from .loop_events import (
     FEWEST_STEPS,
     NO_LOSS,
     Check,
-    Dropout,
     Faults,
     Fetch,
     Forward,
@@ -199,17 +198,6 @@ def without_statistics(trace: Trace) -> Faults:
             if mean is not None and own.get("num_batches_tracked") and not mean.any():
                 hint = "in torch momentum is the share of the newest batch: 0.1 is usual"
                 yield forward, "the statistics of a BatchNorm never move", hint
-
-
-def recomputed_differently(trace: Trace) -> Faults:
-    for window in trace.windows:
-        drawn = [one for one in window.of(Dropout) if not one.is_recomputed]
-        generators = {one.generator for one in drawn}
-        first = {one.kind: one for one in reversed(drawn)}
-        for event in window.of(Dropout):
-            if event.kind in first and event.generator not in generators:
-                hint = "leave out preserve_rng_state=False of the checkpoint"
-                yield first[event.kind], "dropout is recomputed with other random numbers", hint
 
 
 def data(trace: Trace) -> Faults:
@@ -401,7 +389,7 @@ CHECKS = {
     ),
     "mode": Check(
         "training mode in training, and only there",
-        (mode, untrained, without_statistics, recomputed_differently),
+        (mode, untrained, without_statistics),
     ),
     "data": Check(
         "new samples and random numbers at each step",

@@ -199,17 +199,6 @@ class Cut(Event):
     behind: set[Tensor]
 
 
-class Dropout(Event):
-    """A call of dropout that acts, in a model."""
-
-    # Whether it runs in a backward pass, which recomputes a forward pass.
-    is_recomputed: bool
-    # A hash of the state of the CPU's generator.
-    generator: int
-    # The shape and the rate, which are the same where it is recomputed.
-    kind: tuple[torch.Size, float]
-
-
 class Backward(Event):
     """A call of backward on a loss."""
 

@@ -46,7 +46,6 @@ from .loop_events import (
     Clip,
     Cut,
     Dividing,
-    Dropout,
     Event,
     Fetch,
     Forward,
@@ -176,6 +175,10 @@ class Observer(Trace):
     # The last call of torch.autograd.grad whose result has no graph.
     grad_place: str
     is_attack: bool
+    # Where dropout was drawn first, by its shape and rate, which are those of a recompute, and the
+    # states of the generator with which it was drawn.
+    masks: dict[Any, str]
+    mask_states: set[int]
     # Noise that the loop has drawn since the last call of a model.
     noise: WeakIdKeyDictionary
     # Of each iterator: its loader, and the number of this pass over it.
@@ -664,13 +667,18 @@ class Observer(Trace):
                     "pass training=self.training to F.dropout, or make nn.Dropout in __init__",
                 )
             if is_on is not False:
-                self.note(
-                    Dropout,
-                    lines=users_lines("checkpoint"),
-                    is_recomputed=in_backward(),
-                    generator=_generator(),
-                    kind=(options["input"].shape, options["p"]),
-                )
+                self._note_mask((options["input"].shape, options["p"]))
+
+    def _note_mask(self, kind: Any) -> None:
+        """Note the random numbers of dropout; in a backward pass it is a forward pass again."""
+        state = _generator()
+        if not in_backward():
+            self.masks.setdefault(kind, users_line("checkpoint"))
+            self.mask_states.add(state)
+        elif kind in self.masks and state not in self.mask_states:
+            hint = "leave out preserve_rng_state=False of the checkpoint"
+            measured = "dropout is recomputed with other random numbers"
+            self.fault("mode", measured, hint, self.masks[kind])
 
     def _attention(self, call: Called) -> None:
         mask = call.options.get("attn_mask", *call.args[3:4])
