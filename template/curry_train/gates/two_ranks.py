@@ -28,9 +28,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.blocks import find_blocks
+from ..core.measure import OperationMode
 from ..workloads.workload import Case
 from .verdict import NotApplicable, Outcome, RankFailed, error_in_a_line, where_to_look
 
@@ -267,7 +267,7 @@ def _store_in(folder: str) -> Any:
     return store
 
 
-class GradientSyncs(TorchDispatchMode):
+class GradientSyncs(OperationMode):
     """Mode that counts the all-reduces and reduce-scatters of backward passes.
 
     `num_in_forward` counts collectives of any kind outside of backward.
@@ -276,7 +276,7 @@ class GradientSyncs(TorchDispatchMode):
     num_calls = 0
     num_in_forward = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func.namespace == "c10d":
             # Imported here because a machine without ranks needs no probe.
             from ..primitives.grad_flow_probe import in_backward
@@ -284,7 +284,7 @@ class GradientSyncs(TorchDispatchMode):
             is_sync = func.__name__.startswith(("allreduce_", "_reduce_scatter"))
             self.num_calls += is_sync and in_backward()
             self.num_in_forward += not in_backward()
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _rank_main(folder: str, rank: int, num_ranks: int) -> None:
