@@ -20,6 +20,7 @@ from .loop_events import (
     Fetch,
     Forward,
     LossCall,
+    Scoring,
     Seeding,
     Shuffle,
     Step,
@@ -266,7 +267,7 @@ def same_samples(trace: Trace) -> Faults:
     forwards = trace.trained_forwards
     # A policy may draw several actions in one state.
     is_alike = len(forwards) > 2 and all(one.is_one_sample for one in forwards)
-    is_alike &= not trace.scores
+    is_alike &= not trace.of(Scoring)
     places = [one.place for one in trace.trained_fetches]
     # Values that come from no loader and never change may stand for data.
     if is_alike and (places or len({one.digests for one in forwards}) > 2):

@@ -80,8 +80,8 @@ class Fetch(Event):
     """A batch that a DataLoader returned, or its end (no digests)."""
 
     loader: DataLoader[Any]
-    # The number of the epoch, from when the loader was iterated over anew.
-    epoch: int
+    # A mark of the epoch, from when the loader was iterated over anew.
+    epoch: object
     digests: tuple[float, ...]
     # Integers of a batch, one per sample, by where they are in memory; the first ones that a loss
     # function gets as its targets are the labels.
@@ -363,6 +363,10 @@ class Scaling(Event):
     optimizer: Optimizer | None
 
 
+class Scoring(Event):
+    """A call that takes a probability: a policy learns by that of its sample."""
+
+
 class Seeding(Event):
     """A call of torch.manual_seed."""
 
@@ -487,9 +491,9 @@ class Trace(Events, Blank):
 
     # Steps that each optimizer has made.
     num_made: Counter[Optimizer]
-    # Modules that run, one inside of the other, and optimizers.
+    # Modules that run, one inside of the other, and optimizers that step.
     depth: int
-    stepping: list[Optimizer]
+    step_depth: int
     # The last batch of each loader.
     fetched: dict[DataLoader[Any], Fetch]
     # Parameters by the address of their values, each with the line that made its optimizer.
@@ -498,8 +502,6 @@ class Trace(Events, Blank):
     cut: dict[str, set[Tensor]]
     # Samples of distributions to which they pass no gradient on: the place.
     drawn: WeakIdKeyDictionary
-    # Whether a probability is taken: a policy learns by that of its sample.
-    scores: bool
     # Models that were run again.
     probed: list[nn.Module]
 
@@ -537,7 +539,7 @@ class Trace(Events, Blank):
 
     def note(self, kind: type[E], /, **facts: Any) -> E:
         facts.setdefault("lines", users_lines())
-        event = kind(in_step=bool(self.stepping), at=len(self.events), **facts)
+        event = kind(in_step=self.step_depth > 0, at=len(self.events), **facts)
         self.events.append(event)
         self.last[kind] = event
         return event

@@ -53,6 +53,7 @@ from .loop_events import (
     LossCall,
     Scaling,
     Schedule,
+    Scoring,
     Seeding,
     Shuffle,
     Skipped,
@@ -181,8 +182,8 @@ class Observer(Trace):
     mask_states: set[int]
     # Noise that the loop has drawn since the last call of a model.
     noise: WeakIdKeyDictionary
-    # Of each iterator: its loader, and the number of this pass over it.
-    loaders: dict[int, tuple[DataLoader[Any], int]]
+    # Of each iterator: its loader, and a mark of this pass over it.
+    loaders: dict[int, tuple[DataLoader[Any], object]]
     growth: Growth
     gradient: Gradient
 
@@ -191,7 +192,6 @@ class Observer(Trace):
         self.num_steps = num_steps
         self.when_enough = when_enough
         self.loss_call: LossCall | None = None
-        self.epochs = itertools.count()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -252,7 +252,7 @@ class Observer(Trace):
         yield self._draw, torch, "randn_like"
         yield self._choose, Categorical, "__init__"
         for kind in defining(Distribution, "log_prob"):
-            yield self._score, kind, "log_prob"
+            yield Scoring, kind, "log_prob"
         for kind in defining(LRScheduler, "step"):
             yield self._schedule, kind, "step"
         yield self._scaling, torch.amp.GradScaler, "scale", "unscale_", "step", "update"
@@ -274,10 +274,10 @@ class Observer(Trace):
     # Data.
 
     def _loader(self, call: Called) -> None:
-        self.loaders[id(call.run())] = call.owner, next(self.epochs)
+        self.loaders[id(call.run())] = call.owner, object()
 
     def _fetch(self, call: Called) -> None:
-        loader, epoch = self.loaders.get(id(call.owner), (None, 0))
+        loader, epoch = self.loaders.get(id(call.owner), (None, None))
         batch = None
         try:
             batch = call.run()
@@ -313,7 +313,7 @@ class Observer(Trace):
             own = [*module.parameters()]
             if not any(one.requires_grad for one in own):
                 self.frozen |= dict.fromkeys(module.modules(), (module, sum_of_small(own)))
-        is_known = has_gradients and is_model and not self.scores
+        is_known = has_gradients and is_model and Scoring not in self.last
         for one in call.tensors if self.drawn and is_known else ():
             if place := self.drawn.get(one if one._base is None else one._base, ""):
                 self.fault(
@@ -471,7 +471,7 @@ class Observer(Trace):
         # Before training, entries that a checkpoint lacks stay; a negative factor is a decay.
         numbers = (by for by in (*others, *call.options.values()) if isinstance(by, int | float))
         newest = min(numbers, default=1)
-        if self.num_made and not self.stepping and newest > 0 and is_plain(one):
+        if self.num_made and not self.step_depth and newest > 0 and is_plain(one):
             tensors = tensors_of(others)
             # A module that is moved sets the data of its weights, which may be there already.
             if call.function.__name__ != "__set__":
@@ -496,7 +496,7 @@ class Observer(Trace):
             return
         if name in ("__sub__", "__mul__") and len(both) == 2:
             self._note_crossed(*both)
-        if self.num_made and not self.stepping:
+        if self.num_made and not self.step_depth:
             self._note_share(value, both[0], *call.args)
         # `first` has no gradient, if one of them has none.
         first, *_, other = sorted(both * 2, key=attrgetter("requires_grad"))
@@ -812,9 +812,6 @@ class Observer(Trace):
                 "compare the names, such as a prefix; strict=True (the default) would refuse it",
             )
 
-    def _score(self, call: Called) -> None:
-        self.scores = True
-
     def _state_dict(self, call: Called) -> None:
         if "state_dict().update(" in users_text():
             self.fault(
@@ -866,14 +863,14 @@ class Observer(Trace):
             self.note(Schedule, scheduler=scheduler, rates=rates, num_expected=number)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self.stepping:
+        if not self.step_depth:
             self.gradient.use()
             self.before = state_of(optimizer), copies_of(parameters_of(optimizer))
-        self.stepping.append(optimizer)
+        self.step_depth += 1
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self.stepping.pop()
-        if self.stepping:  # an optimizer that steps another one
+        self.step_depth -= 1
+        if self.step_depth:  # an optimizer that steps another one
             return
         frames = users_frames()
         self.files |= {one.f_code.co_filename for one in frames}
@@ -929,7 +926,7 @@ class Observer(Trace):
     def _is_enough(self, num_steps: int) -> bool:
         """Return whether to end; a quick loop goes on until its second epoch has begun."""
         if num_steps < self.num_steps:
-            return sum(self.num_made.values()) >= MOST_STEPS * self.num_steps
+            return self.num_made.total() >= MOST_STEPS * self.num_steps
         self.later = later_stage()
         # Ranks must end at the same step, whatever time each has taken.
         is_late = world_size() > 1 or time.monotonic() - self.began > MORE_SECONDS
