@@ -235,7 +235,7 @@ def data(trace: Trace) -> Faults:
     is_fetched_again = sum(bool(one.digests) for one in fetches) >= len(windows)
     is_same = is_fetched_again and all(one == windows[0] for one in windows)
     # A model may be given other inputs as well, as those of a generator.
-    trained = [one.digests for one in fetches if one.digests and one in trace.trained_fetches]
+    trained = [one.digests for one in fetches if one in trace.trained_fetches]
     is_same |= len({*trained}) == 1 < len(trained) - 1
     if len(windows) > 2 and is_same:
         yield (

@@ -306,8 +306,7 @@ class Step(Stepping, Events):
             if one.reached & self.own or (one.lines in lines and one.reached.isdisjoint(trace.held))
         ]
         self.forwards = [one for one in self.of(Forward) if one.is_trained_on]
-        zeros = [one for one in self.of(Zero) if one.parameters & self.own]
-        self.zeros = [one for one in zeros if not one.in_step]
+        self.zeros = [one for one in self.of(Zero) if one.parameters & self.own and not one.in_step]
 
     def choose_calls(self, *, has_one: bool) -> None:
         """Leave out calls whose gradients were set to zero before those of another loss.

@@ -734,9 +734,10 @@ def _scaled_in_part(trace: Trace) -> Faults:
             if not ("unscale_" in names and trace.places("isfinite|isinf|isnan|found_inf")):
                 yield window, measured, "call scaler.step(optimizer) in place of optimizer.step()"
         # A model may have a scaler of its own.
-        for event in [one for one in events if one.scaler is events[-1].scaler]:
+        for event in events:
+            is_own = event.scaler is events[-1].scaler
             is_within = len({call.at < event.at for call in window.calls}) > 1
-            if event.call in ("unscale_", "update") and is_within:
+            if is_own and is_within and event.call in ("unscale_", "update"):
                 hint = f"call scaler.{event.call} once per step, after the last backward"
                 yield event, f"{event.call} within the window of a step", hint
 
