@@ -98,7 +98,7 @@ def zeroed(trace: Trace) -> Faults:
 
 def _at_other_weights(window: Step) -> Faults:
     """Find faults of a step that first changes the weights and takes gradients there, as SAM."""
-    weights = [one.weights for one in window.forwards if one.module is window.forwards[0].module]
+    weights = [one.weights for one in window.forwards if one.module is window.first.module]
     # SAM changes all weights. An attack on the outputs of one layer changes that layer alone.
     change = min((max(ends) - min(ends) for ends in zip(*weights, strict=True)), default=0.0)
     calls = window.all_calls
@@ -258,7 +258,7 @@ def made_anew(trace: Trace) -> Faults:
     for windows in grouped(trace.windows, "origin", "own"):
         stages = [windows[:1]]
         # Moments that are all 0, or as after an earlier step, are lost; others the user changed.
-        states = {0.0, *(after for _, after in (one.state for one in windows))}
+        states = {0.0, *(one.state[1] for one in windows)}
         for last, window in itertools.pairwise(windows):
             state, _ = window.state
             # Other weights may well begin without moments, as those of another task.
@@ -267,10 +267,7 @@ def made_anew(trace: Trace) -> Faults:
                 stages.append([])
             stages[-1].append(window)
         # In stages of a training each has data of its own, or many steps.
-        data = [
-            {id(one.loader.dataset) for window in stage for one in window.of(Fetch)}
-            for stage in stages
-        ]
+        data = [{one.dataset for window in stage for one in window.of(Fetch)} for stage in stages]
         is_staged = all(data) and not set.intersection(*data)
         is_staged |= not any(data) and min(map(len, stages)) > FEWEST_STEPS
         # One optimizer may begin anew at times; it may be loaded as it was after its first step.
