@@ -298,7 +298,7 @@ def test_optimizers_that_step_together_load_their_state():
     loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for one, same in zip(layer.parameters(), other.parameters(), strict=True):
         same.grad = one.grad
-    optimizer.step()
+    SteppedTogether(optimizer.optimizers).step()
     loaded.step()
     assert all_equal(layer.parameters(), other.parameters())
 

@@ -103,6 +103,8 @@ class SteppedTogether(Optimizer):
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = optimizers
         super().__init__([group for one in optimizers for group in one.param_groups], {})
+        for one in optimizers:
+            self.state.update(one.state)
 
     def step(self, closure: Any = None) -> Any:
         """Step each optimizer, on groups and state of this one, which may have been replaced."""
