@@ -98,6 +98,9 @@ recompute.use_reentrant=3          | recompute: use_reentrant must be True or Fa
 'recompute={sequential_segments: 2, strategy: full}'       | only with sequential: leave it out
 recompute.snn_chunk_size=2         | only with snn_timestep_checkpoint
 recompute.memory_treshold_mb=3     | did you mean 'memory_threshold_mb'
+recompute.memory_threshold_mb=.nan | memory_threshold_mb must be a number of MB from 0 up; got nan
+recompute.profile_num_runs=-2      | profile_num_runs must be a whole number from 0 up; got -2
+'recompute={strategy: plan, plan: 5}' | plan must be the path of a plan with strategy 'plan'
 recompute.strategy=plan \
                  | plan must be the path of a plan with strategy 'plan', None with others; got None
 'recompute={strategy: full, plan: plan.json}'              | None with others; got 'plan.json'

@@ -11,9 +11,11 @@ Proof: `python -m pytest tests/gates tests/primitives/test_strategies.py`.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from os import PathLike
 from types import NoneType
 from typing import Any
 
@@ -283,9 +285,9 @@ STRATEGIES_BY_SETTING = {
 # By the type of a setting: the types of its values, and the words for what is accepted.
 ACCEPTED_VALUES: Mapping[Any, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "True or False"),
-    int: ((int,), "a whole number"),
+    int: ((int,), "a whole number from 0 up"),
     int | None: ((int, NoneType), "a whole number, or None to choose it by measured bytes"),
-    float: ((int, float), "a number of MB"),
+    float: ((int, float), "a number of MB from 0 up"),
     tuple[str, ...]: (
         (list, tuple),
         "a list of globs over module names, such as ['layers.*']",
@@ -321,7 +323,8 @@ class CheckpointConfig:
                 f"no strategy is called {self.strategy!r}; "
                 f"{did_you_mean(str(self.strategy), CONFIGURED_STRATEGIES)}"
             )
-        if (self.plan is not None) != (self.strategy == "plan"):
+        wanted_plan: Any = str | PathLike if self.strategy == "plan" else NoneType
+        if not isinstance(self.plan, wanted_plan):
             raise ValueError(
                 "plan must be the path of a plan with strategy 'plan', None with others; got "
                 f"{self.plan!r}"
@@ -330,7 +333,8 @@ class CheckpointConfig:
         for setting in fields(self):
             value = getattr(self, setting.name)
             accepted, wanted = ACCEPTED_VALUES.get(setting.type, ((type(value),), ""))
-            if type(value) not in accepted:
+            is_number = isinstance(value, int | float)
+            if type(value) not in accepted or (is_number and not 0 <= value < math.inf):
                 raise ValueError(f"{setting.name} must be {wanted}; got {value!r}")
             if isinstance(setting.default, tuple):
                 value = tuple(value)
