@@ -64,6 +64,7 @@ def step(policy):
             "leave it out$",
         ),
         (["mm"], "^an operation is named as torch.ops.aten.mm or 'aten.mm', got 'mm'$"),
+        (["aten.mmm"], "^an operation is named as torch.ops.aten.mm or .*, got 'aten.mmm'$"),
         (7, "^a policy is a name, a list of operations or a function, got 7"),
         (
             ["aten.linear"],

@@ -12,7 +12,6 @@ tests/peers/test_peer_behaviours.py`.
 """
 
 import functools
-import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,7 +46,9 @@ def find_operations(named: Iterable[Any]) -> frozenset[Operation]:
     for item in named:
         operation = item
         if isinstance(item, str):
-            operation = operator.attrgetter(item.removeprefix("torch.ops."))(torch.ops)
+            operation = torch.ops
+            for name in item.removeprefix("torch.ops.").split("."):
+                operation = getattr(operation, name, None)
         if isinstance(operation, OpOverloadPacket):
             # Overloads that write in place are left out, unless all do.
             overloads = [getattr(operation, name) for name in operation.overloads()]
