@@ -57,7 +57,7 @@ class LossUse:
     # Operations that needed all of the logits.
     whole: list[str] = field(default_factory=list)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         whole = f"; all logits made for {', '.join(self.whole)}" if self.whole else ""
         return f"losses in chunks: {self.num_chunked}{whole}"
 
