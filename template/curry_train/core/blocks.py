@@ -49,12 +49,12 @@ class DerivedForward(Derived):
     # Whether the technique works in compiled code too.
     _compiles = False
 
-    # Runs the original forward, with its arguments and keywords, as the technique does.
+    # Runs the original forward, with its pair of arguments and keywords, as the technique does.
     _run_changed: Callable[..., Any]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if is_active(self) and (self._compiles or not torch.compiler.is_compiling()):
-            return self._run_changed(super().forward, args, kwargs)
+            return self._run_changed(super().forward, (args, kwargs))
         return super().forward(*args, **kwargs)
 
 

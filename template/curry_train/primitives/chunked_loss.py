@@ -454,26 +454,26 @@ class ChunkedHead(DerivedForward):
     weight: Tensor
     bias: Tensor | None
 
-    def _run_changed(self, run: Any, args: Any, kwargs: Any) -> Any:
-        (hidden,) = tensors_in((args, kwargs))
-        inputs = [tensor for tensor in (hidden, self.weight, self.bias) if tensor is not None]
-        if not any(tensor.requires_grad for tensor in inputs):
+    def _run_changed(self, run: Any, inputs: Any) -> Any:
+        (hidden,) = tensors_in(inputs)
+        sources = [tensor for tensor in (hidden, self.weight, self.bias) if tensor is not None]
+        if not any(tensor.requires_grad for tensor in sources):
             return run(hidden)
 
         use = self._technique = LossUse(self._technique.chunk_tokens)
-        if any(hasattr(tensor, "full_tensor") for tensor in inputs):
+        if any(hasattr(tensor, "full_tensor") for tensor in sources):
             use.whole.append("a head in shards")
             return run(hidden)
         product = Product(
             self.weight,
             self.bias,
-            inputs,
-            [tensor._version for tensor in inputs],
+            sources,
+            [tensor._version for tensor in sources],
             autocast_now(),
             use,
         )
         logits = Logits(product, hidden, product_dtype(hidden), hidden.dim() - 1)
-        return _Stand.apply(logits, None, *inputs)
+        return _Stand.apply(logits, None, *sources)
 
 
 def apply_chunked_loss(

@@ -201,7 +201,8 @@ class Budgeted(DerivedForward):
         DerivedForward.forward, reason="the block is compiled by itself, with its memory budget"
     )
 
-    def _run_changed(self, run: Any, args: Any, kwargs: Any) -> Any:
+    def _run_changed(self, run: Any, inputs: Any) -> Any:
+        args, kwargs = inputs
         return _compiled(run.__func__, self._technique)(self, *args, **kwargs)
 
 

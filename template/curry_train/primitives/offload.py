@@ -367,8 +367,9 @@ OTHER_REASON = "no plain tensor of the device"
 class Offloaded(DerivedForward):
     """A block whose saved tensors are on the host until backward."""
 
-    def _run_changed(self, run: Any, args: Any, kwargs: Any) -> Any:
-        with self._technique.hooks(self, (args, kwargs)):
+    def _run_changed(self, run: Any, inputs: Any) -> Any:
+        args, kwargs = inputs
+        with self._technique.hooks(self, inputs):
             return run(*args, **kwargs)
 
 

@@ -83,8 +83,8 @@ class Checkpointed(DerivedForward):
 
     _compiles = True
 
-    def _run_changed(self, run: Any, args: Any, kwargs: Any) -> Any:
-        return run_checkpointed(run, (args, kwargs), modules=[self], options=self._technique)
+    def _run_changed(self, run: Any, inputs: Any) -> Any:
+        return run_checkpointed(run, inputs, modules=[self], options=self._technique)
 
 
 class Recompute(Checkpointed):

@@ -220,7 +220,8 @@ second_call_contexts.add(recomputing)
 class Regions(DerivedForward):
     """A block whose cheap tensors are recomputed in backward; the compiler does so by itself."""
 
-    def _run_changed(self, run: Any, args: Any, kwargs: Any) -> Any:
+    def _run_changed(self, run: Any, inputs: Any) -> Any:
+        args, kwargs = inputs
         with saved_tensors_hooks(pack, lambda saved: saved.value()):
             return run(*args, **kwargs)
 
@@ -231,10 +232,10 @@ class Replayed(DerivedForward):
     A module that the user named has its name as the technique.
     """
 
-    def _run_changed(self, run: Any, args: Any, kwargs: Any) -> Any:
+    def _run_changed(self, run: Any, inputs: Any) -> Any:
         name = self._technique
         before = generator_states(self) if name else []
-        call = FlatCall(run, (args, kwargs), modules=[self])
+        call = FlatCall(run, inputs, modules=[self])
         output = Replay(call).first()
         if name and not all(map(torch.equal, before, generator_states(self))):
             raise ValueError(
