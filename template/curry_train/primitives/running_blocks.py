@@ -66,9 +66,6 @@ class ModuleCall:
     # which recomputes by itself.
     hides: bool = False
 
-    # Whether it calls other modules.
-    has_inner: bool = False
-
     def is_inside(self, names: Collection[str]) -> bool:
         """Return whether a call of one of these modules encloses this one."""
         return any(caller.name in names for caller in self.around)
@@ -150,10 +147,9 @@ class ForwardRecord:
             if not torch.is_grad_enabled() and next(module.parameters(), None) is not None:
                 for outer in around:
                     outer.hides = True
-            for outer in around[-1:]:
-                outer.has_inner = True
             calls = self.calls.setdefault(name, [])
             calls.append(call)
+            self._latest = call
             self._running = (*around, call)
             try:
                 return forward(*args, **kwargs)
@@ -162,7 +158,8 @@ class ForwardRecord:
                 call.end = len(self.log)
                 call.writes_input = any(tensor._version != before for tensor, before in versions)
                 # The call is forgotten, because it skips what it holds, as in stochastic depth.
-                if trains and call.start == call.end and module._modules and not call.has_inner:
+                calls_no_other = self._latest is call
+                if trains and call.start == call.end and module._modules and calls_no_other:
                     calls.pop()
                     if not calls:
                         del self.calls[name]
