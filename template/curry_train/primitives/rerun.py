@@ -37,7 +37,7 @@ def function_modes_as(modes: list[TorchFunctionMode]) -> Iterator[None]:
     now = function_modes()
     with contextlib.ExitStack() as stack:
         for mode in modes:
-            if not any(mode is other for other in now):
+            if mode not in now:
                 stack.enter_context(mode.device if isinstance(mode, DeviceContext) else mode)
         yield
 
