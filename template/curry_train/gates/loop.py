@@ -8,11 +8,11 @@ Each check reads the trace of a few windows. Where it can't know, it does not ap
 Proof: `python -m pytest tests/gates/test_loop.py`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from . import loop_accumulation, loop_data, loop_optimizers
-from .loop_events import NO_LOSS, Check, Fault, LossCall, Step, Trace
+from .loop_events import NO_LOSS, Check, Faults, LossCall, Step, Trace
 from .loop_trace import observe
 from .verdict import NotApplicable, Verdict, not_applicable
 
@@ -48,9 +48,7 @@ def judge(trace: Trace) -> list[Verdict]:
     return verdicts
 
 
-def verdict_of(
-    name: str, required: str, faults: Iterable[Fault], *, elsewhere: str = ""
-) -> Verdict:
+def verdict_of(name: str, required: str, faults: Faults, *, elsewhere: str = "") -> Verdict:
     """Return the verdict of a check, with the first fault that it finds, or that is elsewhere."""
     for where, measured, hint in faults:
         place = (where if isinstance(where, str) else where.place) or elsewhere

@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -73,7 +73,7 @@ class Event:
 
 # A fault of the loop: the event or the line, the measured figure, and advice.
 Fault = tuple[Event | str, str, str]
-Faults = Iterator[Fault]
+Faults = Iterable[Fault]
 
 
 class Fetch(Event):
@@ -625,7 +625,7 @@ class Check:
 
     required: str
     # In this order; what is wrong with a single call is seen at once.
-    finders: tuple[Callable[[Trace], Iterable[Fault]], ...] = ()
+    finders: tuple[Callable[[Trace], Faults], ...] = ()
     # Where a loop has no such event, nothing is found, and it does not apply, for this reason.
     needs: Any = Step
     reason: str = NO_STEP

@@ -72,9 +72,8 @@ class Term:
 # Name of a mean of log-probabilities of the targets.
 LOG_PROBABILITY = "log_probability"
 
-# A likely mistake in a call of a loss function: the measured figure, and what to do.
-Doubt = tuple[str, str]
-Doubts = Iterator[Doubt]
+# Likely mistakes in a call of a loss function: the measured figure, and what to do.
+Doubts = Iterable[tuple[str, str]]
 
 
 def values_of(one: Tensor) -> Tensor:
@@ -94,7 +93,7 @@ def digest(one: Tensor) -> float:
     return float((flat.double() * weights.sqrt()).sum())
 
 
-def term_of_call(name: str, options: Mapping[str, Any]) -> tuple[Term, dict[str, Iterable[Doubt]]]:
+def term_of_call(name: str, options: Mapping[str, Any]) -> tuple[Term, dict[str, Doubts]]:
     """Return the whole loss of a call, as a part of itself, and doubts about it by the check."""
     given, target = options["input"], options["target"]
     num_terms = (target if name in ON_CLASSES else given).numel()
