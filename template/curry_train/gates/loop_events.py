@@ -239,7 +239,7 @@ class Events:
 
 
 class Stepping(Event):
-    """The end of a window, with a step or without."""
+    """The end of a window, with a step, or where a scaler left it out: values were not finite."""
 
     optimizer: Optimizer
 
@@ -247,10 +247,6 @@ class Stepping(Event):
     def own(self) -> frozenset[Tensor]:
         """The optimizer's parameters."""
         return frozenset(parameters_of(self.optimizer))
-
-
-class Skipped(Stepping):
-    """A step that a scaler left out, as gradients were not finite."""
 
 
 class Step(Stepping, Events):

@@ -56,8 +56,8 @@ from .loop_events import (
     Scoring,
     Seeding,
     Shuffle,
-    Skipped,
     Step,
+    Stepping,
     Trace,
     Versions,
     Zero,
@@ -758,7 +758,7 @@ class Observer(Trace):
         if name == "scale" and isinstance(value, Tensor):
             notes_on(value)[SCALE] = float(scaler.get_scale())
         elif name == "step" and not isinstance(self.events[-1], Step):
-            self.note(Skipped, optimizer=own)
+            self.note(Stepping, optimizer=own)
 
     def _clip(self, call: Called) -> None:
         most = float(call.bound().args[1])
