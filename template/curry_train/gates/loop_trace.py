@@ -306,8 +306,7 @@ class Observer(Trace):
                 event = self._note_forward(call, has_gradients=has_gradients)
                 self._note_views(call.tensors if has_gradients else [])
         is_pure = type(module).__module__ in PURE_LAYERS and not getattr(module, "inplace", False)
-        if is_pure and loses(call.caller):
-            self._lost(type(module).__name__)
+        self._note_lost(type(module).__name__, call.caller, is_pure=is_pure)
         is_quiet = self.depth and is_model and module.training and not has_gradients
         if is_quiet and module not in self.frozen:
             own = [*module.parameters()]
@@ -481,13 +480,14 @@ class Observer(Trace):
                     note_average(self, one, [weight], share)
 
     def _pure(self, call: Called) -> None:
-        is_in_place = any(one is True for one in (*call.args, *call.options.values()))
-        if not ("out" in call.options or is_in_place) and loses(call.caller):
-            self._lost(call.function.__name__.strip("_"))
+        given = (*call.args, *call.options.values())
+        is_pure = "out" not in call.options and not any(one is True for one in given)
+        self._note_lost(call.function.__name__.strip("_"), call.caller, is_pure=is_pure)
 
-    def _lost(self, name: str) -> None:
-        hint = "assign it, or change the tensor in place, as by mul_()"
-        self.fault("results", f"the result of {name} is not used", hint)
+    def _note_lost(self, name: str, caller: Any, *, is_pure: bool) -> None:
+        if is_pure and loses(caller):
+            hint = "assign it, or change the tensor in place, as by mul_()"
+            self.fault("results", f"the result of {name} is not used", hint)
 
     def _combine(self, call: Called) -> None:
         value, name = call.run(), call.function.__name__
