@@ -89,8 +89,11 @@ def lightning(precision="32-true"):
             super().__init__()
             self.model = model()
 
+        def prepare_data(self):
+            self.scale = 2
+
         def forward(self, samples):
-            return self.model(samples)
+            return self.model(samples) * self.scale
 
         def training_step(self, batch, batch_idx):
             loss = F.cross_entropy(self(batch[0]), batch[1])

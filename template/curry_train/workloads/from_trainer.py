@@ -234,16 +234,14 @@ def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> Workloa
             f"{type(module).__name__} steps its optimizers itself (automatic_optimization is "
             "False): use --script train.py"
         )
-    module.trainer = trainer
-    loader = data
-    if hasattr(data, "train_dataloader"):
-        data.trainer = trainer
-        data.prepare_data()
-        data.setup("fit")
-        loader = data.train_dataloader()
-    elif data is None:
-        loader = module.train_dataloader()
-    module.setup("fit")
+    for one in (data, module):
+        # Neither a loader nor None has them.
+        if hasattr(one, "prepare_data"):
+            one.trainer = trainer
+            one.prepare_data()
+            one.setup("fit")
+    source = module if data is None else data
+    loader = source.train_dataloader() if hasattr(source, "train_dataloader") else source
     module.configure_model()
     trainer.precision_plugin.convert_module(module)
     batch = trainer.precision_plugin.convert_input(_first(loader))
@@ -255,9 +253,8 @@ def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> Workloa
         batch = hook(batch, 0)
     trainer.strategy.connect(module)
     trainer.strategy.setup_optimizers(trainer)
-    # As Lightning decides: by the name, or by a second parameter of any name.
-    parameters = inspect.signature(module.training_step).parameters
-    with_index = "batch_idx" in parameters or len(parameters) > 1
+    # As Lightning decides: by a second parameter of any name.
+    with_index = len(inspect.signature(module.training_step).parameters) > 1
 
     def mean_loss(model: nn.Module, inputs: Any) -> Tensor:
         with _in_training(model, trainer) as step:
