@@ -278,6 +278,11 @@ class Distance(nn.Module):
         return (pair.first - pair.second).square().mean()
 
 @dataclass
+class Input:
+    image: torch.Tensor
+    source: str = "camera"
+
+@dataclass
 class Output:
     layers: list
     by_name: dict
@@ -287,13 +292,13 @@ class Model(nn.Module):
         super().__init__()
         self.body, self.head = net(), nn.Linear(4, 4)
     def forward(self, inputs):
-        hidden = self.body(inputs)
+        hidden = self.body(inputs.image)
         return Output([hidden, self.head(hidden)], {"hidden": hidden})
 
 model = Model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 inputs, targets = next(iter(loader()))
-output = model(inputs)
+output = model(Input(inputs))
 distance = Distance()(Pair(output.layers[0].sin(), output.by_name["hidden"]))
 (F.cross_entropy(output.layers[-1], targets) + distance).backward()
 optimizer.step()

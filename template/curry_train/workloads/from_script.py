@@ -43,7 +43,7 @@ from ..core.replaced_calls import replaced_calls
 from ..primitives.autocast import autocast_now
 from .from_trainer import precision_around, take_training, workload_of
 from .optimizers import optimizers_together, parameters_of, stepped_on_host
-from .workload import Workload, WorkloadError, batch_size, map_tensors, tensors_at
+from .workload import Workload, WorkloadError, batch_size, has_tensors, map_tensors, tensors_at
 
 # Calls of a script between its modules and the optimizer step.
 
@@ -403,8 +403,7 @@ class LossSource:
             inside = "".join(f"{self.expression(one, name)}, " for one in value)
             made = self._other(type(value)) if hasattr(value, "_fields") else ""
             return f"{made}({inside})" if isinstance(value, tuple) else f"[{inside}]"
-        has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_iter(value))
-        if has_tensors or callable(getattr(value, "to", None)):
+        if has_tensors(value) or callable(getattr(value, "to", None)):
             return self._given(value, name)
         return self._other(value)
 

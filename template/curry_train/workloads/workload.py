@@ -58,7 +58,7 @@ def map_tensors(
     if isinstance(batch, tuple | list):
         values = [map_tensors(value, function, move=move) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    return _map_attributes(batch, function, move) if _has_tensors(batch) else batch
+    return _map_attributes(batch, function, move) if has_tensors(batch) else batch
 
 
 def _map_attributes(
@@ -95,7 +95,7 @@ def tensors_at(
             yield from tensors_at(one, place + key, levels - 1)
 
 
-def _has_tensors(value: Any) -> bool:
+def has_tensors(value: Any) -> bool:
     return any(True for _ in tensors_at(value))
 
 
@@ -127,7 +127,7 @@ def batch_size(batch: Any) -> int:
                 sizes.append(value.size(0))
         elif (samples := _samples_of(value)) is not None:
             sizes.append(len(samples))
-        elif _has_tensors(value):
+        elif has_tensors(value):
             _map_attributes(value, count, count)
         else:
             others.append(value)
@@ -164,7 +164,7 @@ def take(batch: Any, rows: slice | list[int], *, shared: Sequence[bool] = ()) ->
 
     def divide(value: Any) -> Any:
         samples = _samples_of(value)
-        if samples is None and _has_tensors(value):
+        if samples is None and has_tensors(value):
             return _map_attributes(value, select, divide)
         if samples is None or len(samples) != size:
             raise IndivisibleBatch(
