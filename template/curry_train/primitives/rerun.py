@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
 def function_modes() -> list[TorchFunctionMode]:
-    """Return the active function modes, such as `with torch.device(...)`."""
-    return list(_get_current_function_mode_stack())
+    """Return the active function modes, such as `with torch.device(...)`, but those of one run."""
+    modes = _get_current_function_mode_stack()
+    return [mode for mode in modes if not hasattr(mode, "ends_with_run")]
 
 
 @contextlib.contextmanager

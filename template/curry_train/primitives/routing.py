@@ -50,33 +50,51 @@ Choice = tuple[Tensor | None, list[Tensor]]
 
 
 class Choices(TorchFunctionMode):
-    """The choices of one forward of one block: kept in the first run, repeated in later ones."""
+    """The choices of one run of a block: kept in the first run, repeated in later ones.
 
-    def __init__(self) -> None:
+    It can be entered again for a second backward. `others` are the other contexts of the run.
+    """
+
+    # A nested block that runs again does so without it.
+    ends_with_run = True
+
+    def __init__(self, kept: list[Choice], others: Any, *, repeats: bool) -> None:
         super().__init__()
-        self.kept: list[Choice] = []
-        # None where a nested block enters the modes that it was called in: there it does nothing.
-        self.run: _Run | None = None
+        self.kept = kept
+        self.others = others
+        self.repeats = repeats
+        # The place of the next choice to repeat.
+        self.position = 0
+
+    def __enter__(self) -> Any:
+        self.position = 0
+        super().__enter__()
+        self.others.__enter__()
+
+    def __exit__(self, *raised: Any) -> Any:
+        try:
+            return self.others.__exit__(*raised)
+        finally:
+            super().__exit__(*raised)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        run = self.run
         name = getattr(func, "__name__", "")
-        if run is None or name not in CHOOSING_NAMES:
+        if name not in CHOOSING_NAMES:
             return func(*args, **kwargs)
         scores = args[0] if args and _are_a_routers(args[0]) else None
         following = None
-        if run.repeats and run.position < len(self.kept):
-            following = self.kept[run.position]
+        if self.repeats and self.position < len(self.kept):
+            following = self.kept[self.position]
             if following[0] is not None and scores is not None:
-                run.overwrite(scores, following[0])
+                self._overwrite(scores, following[0])
         # Also where its choice is repeated: autograd saves the indices, which share memory with the
         # output.
         found = func(*args, **kwargs)
         outputs = list(tensors_in(found))
         if not all(output.is_floating_point() for output in outputs):
-            if run.repeats:
-                run.position += 1
+            if self.repeats:
+                self.position += 1
                 # Overwrite what the function chose on the kept scores.
                 shapes = [output.shape for output in outputs]
                 if following is None or [kept.shape for kept in following[1]] != shapes:
@@ -86,45 +104,21 @@ class Choices(TorchFunctionMode):
                         "it out with blocks="
                     )
                 for output, kept in zip(outputs, following[1], strict=True):
-                    run.overwrite(output, kept)
+                    self._overwrite(output, kept)
             else:
-                with torch.no_grad(), run.unseen():
+                with torch.no_grad(), self._unseen():
                     kept_scores = None if scores is None else scores.detach().clone()
                     self.kept.append((kept_scores, [output.detach().clone() for output in outputs]))
         return found
 
-
-@dataclasses.dataclass
-class _Run:
-    """Context of one run of a block, which can be entered again for a second backward."""
-
-    choices: Choices
-    inner: Any
-    # Whether it repeats choices, and the place of the next one.
-    repeats: bool
-    position: int = 0
-
-    def __enter__(self) -> None:
-        self.position = 0
-        self.choices.run = self
-        self.choices.__enter__()
-        self.inner.__enter__()
-
-    def __exit__(self, *raised: Any) -> Any:
-        try:
-            return self.inner.__exit__(*raised)
-        finally:
-            self.choices.__exit__(*raised)
-            self.choices.run = None
-
-    def overwrite(self, tensor: Tensor, value: Tensor) -> None:
+    def _overwrite(self, tensor: Tensor, value: Tensor) -> None:
         """Write a value into a tensor and into what autograd saved of it, unnoticed by both."""
-        with self.unseen():
+        with self._unseen():
             tensor.data.copy_(value)
 
-    def unseen(self) -> contextlib.AbstractContextManager[Any]:
+    def _unseen(self) -> contextlib.AbstractContextManager[Any]:
         """Leave the policy's dispatch mode, which counts operations, if the block has one."""
-        has_policy = isinstance(self.inner, TorchDispatchMode)
+        has_policy = isinstance(self.others, TorchDispatchMode)
         return _pop_mode_temporarily() if has_policy else contextlib.nullcontext()
 
 
@@ -142,9 +136,8 @@ def _are_a_routers(scores: Any) -> bool:
 def routed_contexts(others: Pair) -> Pair:
     """Return the contexts of the first and of the recomputed run, around others."""
     first, second = others
-    choices = Choices()
-    runs: Any = _Run(choices, first, repeats=False), _Run(choices, second, repeats=True)
-    return runs
+    kept: list[Choice] = []
+    return Choices(kept, first, repeats=False), Choices(kept, second, repeats=True)
 
 
 def keep_routing(model: nn.Module, *, blocks: Globs | None = None) -> list[str]:
