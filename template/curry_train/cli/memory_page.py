@@ -173,19 +173,8 @@ def _moments(allocated: Sequence[int], peak_index: int) -> list[int]:
 
 def write_page(course: MemoryCourse, path: str | Path) -> None:
     """Write one page with the course and its blocks; it loads nothing."""
-    largest = heapq.nlargest(MOST_BLOCKS, course.blocks, key=lambda block: block.num_bytes)
-    largest.sort(key=lambda block: block.born)
-    labels = sorted({block.label for block in largest})
-    names = list(course.owners)
-    blocks = [
-        [*block[:3], names.index(block.owner), labels.index(block.label)]
-        for block in largest
-        if block.owner in course.owners
-    ]
-    data = vars(course) | {
-        "owners": [[name, OWNER_COLOURS[name], course.owners[name]] for name in names],
-        "blocks": blocks,
-        "labels": labels,
-    }
+    owners = [[name, OWNER_COLOURS[name], sizes] for name, sizes in course.owners.items()]
+    blocks = heapq.nlargest(MOST_BLOCKS, course.blocks, key=lambda block: block.num_bytes)
+    data = vars(course) | {"owners": owners, "blocks": blocks}
     text = render_template(Path(__file__).with_name("memory_page.html.jinja"), data=data)
     write_output(path, text)
