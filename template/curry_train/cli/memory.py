@@ -6,9 +6,8 @@ Proof: `python -m pytest tests/plan/test_timeline.py tests/cli/test_memory_snaps
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -158,13 +157,8 @@ def _row(name: str, size: int, whole: int) -> list[str]:
     return [name, _mib(size), f"{size / max(whole, 1):.1%}"]
 
 
-@dataclass(frozen=True)
-class Report:
-    """The output of the command: its text, the results for `--json`, and the course to draw."""
-
-    text: str
-    results: Facts
-    course: Callable[[], MemoryCourse]
+# The output of the command: its text, the results for `--json`, and the course to draw.
+Report = tuple[str, Facts, MemoryCourse]
 
 
 def report_snapshot(path: str) -> Report:
@@ -180,8 +174,8 @@ def report_snapshot(path: str) -> Report:
     texts += [f"note: {note}" for note in snapshot.notes]
     more = {"snapshot": path, "settings": list(snapshot.notes), "devices": found}
     title = f"{name}, device {found[0]['device']}"
-    course = functools.partial(course_of_blocks, devices[0], title=title)
-    return Report("\n\n".join(texts), provenance() | found[0] | more, course)
+    course = course_of_blocks(devices[0], title=title)
+    return "\n\n".join(texts), provenance() | found[0] | more, course
 
 
 # The command.
@@ -210,16 +204,16 @@ def memory_command(
     if (spec is None) == (snapshot_path is None):
         raise click.UsageError("give either --model or --snapshot")
     if spec is not None:
-        report = measure_model(spec, asked, on_shapes=on_shapes)
+        text, results, course = measure_model(spec, asked, on_shapes=on_shapes)
     else:
         refuse_typed([*vars(asked), "on_shapes"], "--snapshot runs no model")
-        report = report_snapshot(str(snapshot_path))
-    click.echo(report.text)
+        text, results, course = report_snapshot(str(snapshot_path))
+    click.echo(text)
     if plot_path:
-        plot_course(report.course(), plot_path)
+        plot_course(course, plot_path)
     if html_path:
-        write_page(report.course(), html_path)
-    return report.results, 0
+        write_page(course, html_path)
+    return results, 0
 
 
 @contextlib.contextmanager
@@ -280,5 +274,4 @@ def measure_model(spec: str, asked: CaseOptions, *, on_shapes: bool) -> Report:
         "profile": asdict(profile),
         "timeline": asdict(timeline),
     }
-    course = functools.partial(course_of_timeline, timeline, lives.lives)
-    return Report("\n\n".join(texts), facts, course)
+    return "\n\n".join(texts), facts, course_of_timeline(timeline, lives.lives)
