@@ -5,9 +5,7 @@ The rows of the plan's table are marked. `--fits` prints the fewest GPUs instead
 Proof: `python -m pytest tests/cli/test_plan_memory.py`.
 """
 
-import functools
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,18 +198,21 @@ def plan_command(
                     "--parallel shares a training among ranks: give --ranks or --mesh too"
                 )
             refuse_typed(("links",), "one rank has no links to others")
-        planner = functools.partial(
-            Planner,
-            spec,
-            device=find_profile(target) if target else profile_of(place),
-            chunked_loss=chunked_loss,
-            without=without,
-            sharding=sharding,
-            **vars(settings),
-        )
-        plan, plain = _find_plan(
-            planner, budget_bytes, size, microbatch, plot_path=plot_path, page_path=page_path
-        )
+        with (
+            messages_on_screen() as show_message,
+            Planner(
+                spec,
+                device=find_profile(target) if target else profile_of(place),
+                chunked_loss=chunked_loss,
+                without=without,
+                sharding=sharding,
+                tell=show_message,
+                **vars(settings),
+            ) as planner,
+        ):
+            plan, plain = _find_plan(
+                planner, budget_bytes, size, microbatch, plot_path=plot_path, page_path=page_path
+            )
         measured = _measure(plan, spec, place, settings) if verify else None
     except Infeasible as error:
         echo("\n".join([*here, str(error)]))
@@ -275,7 +276,7 @@ def _find_fewest(
 
 
 def _find_plan(
-    planner_for: Callable[..., Planner],
+    planner: Planner,
     budget_bytes: int | None,
     global_batch: int | None,
     microbatch: int | None,
@@ -283,27 +284,23 @@ def _find_plan(
     plot_path: str | None,
     page_path: str | None,
 ) -> tuple[Plan, Timeline]:
-    """Return the plan and the timeline of the plain step; write the pictures of the plan.
+    """Return the plan and the timeline of the plain step; write the pictures of the plan."""
+    if planner.profile.usable_bytes is None:
+        refuse_typed(("context_bytes", "margin"), "a plan for a CPU leaves nothing free")
+    budget_bytes = budget_bytes or planner.profile.memory_bytes
+    if budget_bytes is None:
+        raise ValueError("a plan needs a --budget, such as 24GiB, or a --target")
+    global_batch = global_batch or planner.sketch.case.workload.own_batch or 1
 
-    `planner_for` makes the planner from `tell=`, a function that shows progress.
-    """
-    with messages_on_screen() as show_message, planner_for(tell=show_message) as planner:
-        if planner.profile.usable_bytes is None:
-            refuse_typed(("context_bytes", "margin"), "a plan for a CPU leaves nothing free")
-        budget_bytes = budget_bytes or planner.profile.memory_bytes
-        if budget_bytes is None:
-            raise ValueError("a plan needs a --budget, such as 24GiB, or a --target")
-        global_batch = global_batch or planner.sketch.case.workload.own_batch or 1
-
-        plan = planner.plan(budget_bytes, global_batch=global_batch, microbatch=microbatch)
-        show_message("what owns the peak")
-        plain = planner.whole_steps.step(Candidate(plan.microbatch, plan.steps, False)).timeline
-        if plot_path:
-            show_message("drawing")
-            plot_plan(planner, plan, plot_path)
-        if page_path:
-            best = next(one for one in plan.candidates if one.checked)
-            write_page(course_of_plan(plan, planner.whole_steps.step(best).timeline), page_path)
+    plan = planner.plan(budget_bytes, global_batch=global_batch, microbatch=microbatch)
+    planner.tell("what owns the peak")
+    plain = planner.whole_steps.step(Candidate(plan.microbatch, plan.steps, False)).timeline
+    if plot_path:
+        planner.tell("drawing")
+        plot_plan(planner, plan, plot_path)
+    if page_path:
+        best = next(one for one in plan.candidates if one.checked)
+        write_page(course_of_plan(plan, planner.whole_steps.step(best).timeline), page_path)
     return plan, plain
 
 
