@@ -5,7 +5,6 @@
 Proof: `python -m pytest tests/cli/test_command_line.py`.
 """
 
-import errno
 import functools
 import inspect
 import io
@@ -103,13 +102,14 @@ def errors_that_fit(*, keeps_traceback: bool = False) -> Iterator[None]:
     except KeyboardInterrupt:
         echo("\ninterrupted", err=True)
         raise click.exceptions.Exit(128 + signal.SIGINT) from None
+    except (click.exceptions.Exit, click.Abort, BrokenPipeError):
+        raise
     except click.ClickException as raised:
         if isinstance(raised, NO_ARGUMENTS_ERROR):
             raise
         error = raised
     except (OSError, ValueError, OverflowError, RuntimeError) as raised:
-        is_an_end = isinstance(raised, click.exceptions.Exit | click.Abort)
-        if keeps_traceback or is_an_end or getattr(raised, "errno", None) == errno.EPIPE:
+        if keeps_traceback:
             raise
         error = UnusableInput(in_few_lines(raised))
     # click writes this word before it, and a long path would go to the next line.
