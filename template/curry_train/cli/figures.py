@@ -58,6 +58,7 @@ STYLE: Any = {
     "font.size": 8,
     "figure.titlesize": 12,
     "figure.constrained_layout.use": True,
+    "axes.prop_cycle": f"cycler(color={COLOURS})",  # "C0" is the first of them
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.spines.right": False,
@@ -323,7 +324,7 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> None:
                 [candidate.peak_bytes / size for candidate in front],
                 [per_second * (candidate.step_seconds or math.inf) for candidate in front],
                 "--o" if row.chunked_loss else "-o",
-                color=COLOURS[microbatches.index(row.microbatch) % len(COLOURS)],
+                color=f"C{microbatches.index(row.microbatch)}",
                 label=f"{row.steps} x {row.microbatch} sample{'s' * (row.microbatch > 1)}"
                 f"{', chunked loss' * row.chunked_loss}",
                 drawstyle="steps-post",
@@ -405,7 +406,6 @@ def plot_runs(histories: Sequence[History], path: str | Path) -> None:
     )
     if not drawn:
         raise ValueError("there is nothing to draw: no journal has a step that counts")
-    looks = list(zip(drawn, itertools.cycle(COLOURS), strict=False))
     metrics = [name for history in drawn for name in history.metrics]
     metric = max(metrics, key=metrics.count, default="")
     labels = {"loss": "loss"}
@@ -418,19 +418,19 @@ def plot_runs(histories: Sequence[History], path: str | Path) -> None:
         panels = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
         for axes, (name, label) in zip(panels, labels.items(), strict=False):
             # The runs with a name are drawn last, over the others.
-            for number, (history, colour) in reversed(list(enumerate(looks))):
+            for number, history in reversed([*enumerate(drawn)]):
                 steps = history.metrics.get(metric) if name == "value" else history.steps
                 is_named = name == "loss" and number < MOST_NAMED
                 run = shorten(history.name) if is_named else None
                 if steps is not None:
-                    _draw_values(axes, steps, name, colour, label=run)
+                    _draw_values(axes, steps, name, f"C{number}", label=run)
             axes.set(ylabel=label)
         least, most = panels[0].dataLim.intervaly
         if 0 < LOG_FROM * least < most:
             panels[0].set_yscale("log")
         for axes in panels[-3:-1]:
             axes.set_ylim(bottom=0)
-        _draw_events(panels[-1], looks[:MOST_NAMED])
+        _draw_events(panels[-1], drawn[:MOST_NAMED])
         if len(drawn) > 1:
             figure.legend(reverse=True, loc=RIGHT)
 
@@ -462,15 +462,15 @@ def _draw_values(axes: Any, current: Steps, name: str, colour: str, *, label: st
         axes.plot(lost, [0.98] * len(lost), "x", color=NONFINITE_COLOUR, transform=edge, zorder=5)
 
 
-def _draw_events(axes: Any, runs: Sequence[tuple[History, str]]) -> None:
+def _draw_events(axes: Any, runs: Sequence[History]) -> None:
     """Draw a row of events for each run, with a legend of their signs below."""
     signs = {}
-    for row, (history, colour) in enumerate(runs):
-        axes.axhline(row, color=colour, linewidth=0.7, alpha=0.4, zorder=1)
+    for row, history in enumerate(runs):
+        axes.axhline(row, color=f"C{row}", linewidth=0.7, alpha=0.4, zorder=1)
         for kind, marker in EVENT_MARKERS.items():
             if steps := [event.step for event in history.events.get(kind, [])]:
-                own = NONFINITE_COLOUR if kind == "spike" else colour
-                (signs[kind],) = axes.plot(steps, [row] * len(steps), marker, color=own)
+                colour = NONFINITE_COLOUR if kind == "spike" else f"C{row}"
+                (signs[kind],) = axes.plot(steps, [row] * len(steps), marker, color=colour)
     (faint,) = axes.plot([], [], color=GREY_COLOUR, alpha=FAINT_OPACITY)
     signs["rolled back or resumed over"] = faint
     axes.figure.legend(signs.values(), signs.keys(), loc="outside lower left", ncols=len(signs))
