@@ -148,22 +148,21 @@ def add_command(
             f"--into is missing: name the package that gets {chosen.name}, "
             "such as --into src/mylib/training"
         )
-    target = find_target(directory)
+    target = find_target(directory, bundle.version)
     lock = with_technique(bundle, chosen, target, overwrite=overwrite)
     _bring(bundle, target.root, lock, what=chosen.name, dry_run=dry_run)
     if not chosen.rooms:
         echo(f"Next:\n  {target.test_command(chosen.test)}")
     module = "runs" if chosen.rooms else Path(chosen.home).stem
-    echo(f"Use it:\n  from {target.package} import {module}")
+    echo(f"Use it:\n  from {lock.package} import {module}")
 
 
 @dataclass(frozen=True)
 class CopyTarget:
-    """A package's folder inside a project's root; `search_path` is where Python finds it."""
+    """A project with its lock, and the folder in which Python finds the lock's package."""
 
-    inside_root: str
     root: Path
-    package: str
+    lock: Lock
     search_path: Path
 
     def test_command(self, test: str) -> str:
@@ -181,8 +180,11 @@ def _is_root(folder: Path) -> bool:
     return any((folder / marker).exists() for marker in PROJECT_MARKERS)
 
 
-def find_target(directory: Path) -> CopyTarget:
-    """Find the project around a package's folder, which may not exist yet."""
+def find_target(directory: Path, version: str) -> CopyTarget:
+    """Find the project around a package's folder, which may not exist yet.
+
+    A project without a lock gets one of this version.
+    """
     here = Path.cwd()
     directory = Path(os.path.abspath(directory))
     if _is_root(directory):
@@ -197,8 +199,8 @@ def find_target(directory: Path) -> CopyTarget:
     while above != root and ((above / "__init__.py").is_file() or not above.exists()):
         above = above.parent
     inside_root = directory.relative_to(root).as_posix()
-    known = read_lock(root)
-    if known and known.package and known.directory == inside_root:
+    known = read_lock(root) or Lock(version)
+    if known.package and known.directory == inside_root:
         # Folders that the first `add` made lack an __init__.py, and its tests import this package.
         above = directory.parents[known.package.count(".")]
     names = directory.relative_to(above).parts
@@ -208,7 +210,13 @@ def find_target(directory: Path) -> CopyTarget:
                 f"Python can't import a folder called {name!r}; "
                 "--into needs a name like my_training"
             )
-    return CopyTarget(inside_root, root, ".".join(names), above)
+    if known.directory not in (None, inside_root):
+        raise UnusableInput(
+            f"{root / LOCK_NAME} has the techniques of this project in {known.directory}; "
+            f"use --into {root / str(known.directory)}, or correct the lock if they moved"
+        )
+    lock = replace(known, directory=inside_root, package=".".join(names))
+    return CopyTarget(root, lock, above)
 
 
 def with_technique(
@@ -218,25 +226,17 @@ def with_technique(
 
     With `overwrite`, what is in its files counts as copied, so that nothing of it is kept.
     """
-    known = read_lock(target.root) or Lock(bundle.version)
-    if known.directory not in (None, target.inside_root):
-        raise UnusableInput(
-            f"{target.root / LOCK_NAME} has the techniques of this project in {known.directory}; "
-            f"use --into {target.root / str(known.directory)}, or correct the lock if they moved"
-        )
-    files = dict(known.files)
-    into, package = target.inside_root, target.package
-    for path in technique_files(bundle, [technique], directory=into, package=package):
+    lock = target.lock
+    files = dict(lock.files)
+    alone = replace(lock, project=None, techniques=(technique.name,), files={})
+    for path in files_of_lock(bundle, alone, target.root):
         place = target.root / path
         if not place.exists():
             files.pop(path, None)  # what was deleted since comes again
         elif overwrite:
-            files[path] = Base(known.version, place.read_bytes())
-    init = f"{into}/__init__.py"
-    if not (target.root / init).exists():
-        files.pop(init, None)
-    techniques = tuple(sorted({*known.techniques, technique.name}))
-    return replace(known, directory=into, package=package, techniques=techniques, files=files)
+            files[path] = Base(lock.version, place.read_bytes())
+    techniques = tuple(sorted({*lock.techniques, technique.name}))
+    return replace(lock, techniques=techniques, files=files)
 
 
 INIT_TEXT = b'"""Techniques of curry-train, owned here."""\n'
