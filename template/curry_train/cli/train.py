@@ -8,7 +8,6 @@ Proof: `python -m pytest tests/cli/test_train_command.py tests/trainer/test_prog
 
 import contextlib
 import functools
-import os
 import shlex
 import time
 from collections.abc import Iterator
@@ -171,7 +170,7 @@ def train_command(
                 if show_config:
                     echo(config.to_yaml(), nl=False)
                     return None
-                device = choose_device(config.device)
+                choose_device(config.device)
                 watch: list[Watch] = [functools.partial(show_progress, every=config.log.every)]
                 if config.log.tensorboard:
                     require_tensorboard()
@@ -186,17 +185,15 @@ def train_command(
         # Training can't go on, or its state can't be saved.
         echo(fill_screen(f"Error: {error}", indent=""), err=True)
         leave(1)
-    return _results(device, run, report, start), run.attached.exit_status
+    return _results(run, report, start), run.attached.exit_status
 
 
-def _results(
-    device: torch.device, run: TrainingRun, report: RunReport, start: list[str]
-) -> dict[str, Any]:
+def _results(run: TrainingRun, report: RunReport, start: list[str]) -> dict[str, Any]:
     """Print how the run ended, and return it; both on the first rank.
 
     `start` are the words that started it, with which it is resumed.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if not run.ranks.first:
         return {}
     last = report.last
     newest = run.attached.store.latest()
@@ -217,7 +214,7 @@ def _results(
     figures = {}
     if last is not None:
         figures = {"loss": last.loss, "dev_loss": last.dev_loss, "grad_norm": last.grad_norm}
-    return provenance(device) | ended | figures
+    return provenance(run.device) | ended | figures
 
 
 # Progress of a run: lines on the console, and TensorBoard.
