@@ -51,7 +51,7 @@ class Technique:
     decides: str
     home: str
     # Printed by `add` where nothing is copied: code for the training loop, or a command.
-    usage: tuple[str, ...] = ()
+    usage: str = ""
     # Rooms that `add --own` copies then; none for a tool.
     rooms: tuple[str, ...] = ()
 
@@ -61,16 +61,14 @@ class Technique:
         return f"test_{self.name.replace('-', '_')}.py"
 
 
-SAVING_LINES = (
-    "from curry_train.runs import saving",
-    "",
-    "run = saving(model, optimizer, scheduler, runs='runs/mine', journal=True{more})",
-    "for epoch in run.epochs(range(3)):",
-    "    for batch in run.batches(loader):",
-    "        ...  # forward, backward, optimizer.step()",
-    "        run.step(loss=loss)",
-    "run.close()",
-)
+SAVING_LINES = """from curry_train.runs import saving
+
+run = saving(model, optimizer, scheduler, runs='runs/mine', journal=True)
+for epoch in run.epochs(range(3)):
+    for batch in run.batches(loader):
+        ...  # forward, backward, optimizer.step()
+        run.step(loss=loss)
+run.close()"""
 
 TECHNIQUES = (
     Technique(
@@ -78,7 +76,7 @@ TECHNIQUES = (
         "Who owns the peak of GPU memory, the fastest plan that fits, the command that checks a "
         "loop.",
         "plan/planner.py",
-        ("curry-train plan --model your_package.module:factory --budget 24GiB",),
+        "curry-train plan --model your_package.module:factory --budget 24GiB",
     ),
     Technique(
         "recompute",
@@ -126,21 +124,21 @@ TECHNIQUES = (
         "checkpoint-policy",
         "Saves, keeps and loads checkpoints, resumes exactly.",
         "runs/attach.py",
-        tuple(line.replace("{more}", "") for line in SAVING_LINES),
+        SAVING_LINES,
         SAVING_ROOMS,
     ),
     Technique(
         "loss-spike",
         "Detects loss spikes, rolls back to a checkpoint and skips bad batches.",
         "runs/spike.py",
-        tuple(line.replace("{more}", ", spike={'action': 'rollback'}") for line in SAVING_LINES),
+        SAVING_LINES.replace("True)", "True, spike={'action': 'rollback'})"),
         SAVING_ROOMS,
     ),
     Technique(
         "bench",
         "Times training steps: throughput, MFU (FLOPs utilization).",
         "benchmark.py",
-        ("curry-train bench --model your_package.module:factory",),
+        "curry-train bench --model your_package.module:factory",
     ),
 )
 

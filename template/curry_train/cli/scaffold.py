@@ -11,6 +11,7 @@ import difflib
 import keyword
 import os
 import shlex
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -248,8 +249,7 @@ def _echo_usage(bundle: Bundle, technique: Technique) -> None:
         echo(f"Nothing is copied without --own.\nDependency:\n  {pin}\nIn the training loop:")
     else:
         echo(f"{technique.name} is a tool; nothing is copied. Run:")
-    for line in technique.usage:
-        echo(f"  {line}".rstrip())
+    echo(textwrap.indent(technique.usage, "  "))
     if technique.rooms:
         echo(f"To own the code: curry-train add {technique.name} --own --into PACKAGE_DIR")
 
