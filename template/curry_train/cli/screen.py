@@ -426,10 +426,9 @@ def table(rows: Sequence[Sequence[str]], *, texts: Collection[str] = ()) -> str:
         )
     for row in rows:
         grid.add_row(*map(Text, row))
-    console = Console(width=SCREEN_WIDTH, file=io.StringIO())
-    with console.capture() as captured:
-        console.print(grid)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+    printed = io.StringIO()
+    Console(width=SCREEN_WIDTH, file=printed).print(grid)
+    return "\n".join(line.rstrip() for line in printed.getvalue().splitlines())
 
 
 @contextmanager
