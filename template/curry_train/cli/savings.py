@@ -52,25 +52,23 @@ from .screen import SCREEN_WIDTH, Ended, fill_screen, messages_on_screen, screen
 
 # Table of savings, at most 80 columns wide.
 
-TABLE_LEGEND = (
-    "of none: peak of forward and backward, gradients included, relative to none",
-    "again: FLOPs recomputed in backward, relative to one forward",
-    "time: median ratio to none in the same round; interval: 95% of that median",
-)
+TABLE_LEGEND = """\
+of none: peak of forward and backward, gradients included, relative to none
+again: FLOPs recomputed in backward, relative to one forward
+time: median ratio to none in the same round; interval: 95% of that median"""
 
 
 def savings_table(rows: Sequence[SavingsRow], *, limit: int | None = None) -> str:
     """Return one table for each case, and below them a legend of the columns."""
-    legend = list(TABLE_LEGEND)
+    legend = TABLE_LEGEND
     if limit is not None:
-        legend.append(
-            f"fits: the largest batch whose step, parameters included, fits {format_bytes(limit)}"
-        )
+        fits = format_bytes(limit)
+        legend += f"\nfits: the largest batch whose step, parameters included, fits {fits}"
     blocks = [
         _block(label, list(group), limit)
         for label, group in itertools.groupby(rows, key=lambda row: row.label)
     ]
-    return "\n\n".join([*blocks, "\n".join(legend)])
+    return "\n\n".join([*blocks, legend])
 
 
 def _block(label: str, rows: list[SavingsRow], limit: int | None) -> str:
