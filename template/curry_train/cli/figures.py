@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import numpy
 
-from ..bench.report import Bench, Figures
+from ..bench.report import Bench
 from ..bench.savings import REFERENCE_STRATEGY, SavingsRow
-from ..bench.steps import MEASURED_OUTCOME, PLAIN_LEVER
+from ..bench.steps import MEASURED_OUTCOME, PLAIN_LEVER, SetupRow
 from ..core.timing import Ratio
 from ..core.wording import format_bytes, format_mebibytes, format_seconds
 from ..plan.planner import Planner
@@ -95,10 +95,9 @@ def _picture(
 
 TRADE_NOTE = "mark: the median; thin line: its 95% interval; dashed: the Pareto front"
 RATIO_AXIS = "step time / that of the plain step in the same round"
-MeasuredRow = Figures | SavingsRow
 
 
-def _time(row: MeasuredRow) -> Ratio | None:
+def _time(row: SetupRow) -> Ratio | None:
     """Return the ratio of the step time to the plain step's, None if that was not measured."""
     is_plain = row.name in (PLAIN_LEVER.name, REFERENCE_STRATEGY)
     return Ratio(1.0, None, None, None) if is_plain else row.ratio
@@ -111,7 +110,7 @@ def _flops(row: SavingsRow) -> Ratio:
 def _plot_trades(
     path: str | Path,
     title: str,
-    cases: Mapping[str, Sequence[MeasuredRow]],
+    cases: Mapping[str, Sequence[SetupRow]],
     costs: Mapping[str, Callable[[Any], Ratio | None]],
 ) -> None:
     """Draw the peak over the cost of each setup; a setup looks alike in all panels.
