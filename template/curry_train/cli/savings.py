@@ -44,6 +44,7 @@ from .options import (
     echo_notes,
     facts_of,
     named_once,
+    require_matplotlib,
     settle_blocks,
     training_options,
 )
@@ -190,6 +191,8 @@ def savings_command(
     Exit status: 0 measured, 1 a strategy changed the training, 2 wrong usage, 3 device not
     available.
     """
+    # Before a long run rather than at its end.
+    require_matplotlib()
     names = choose_strategies(strategies)
     cases, choices = _cases(models or ("transformer",), asked, **sizes)
     if limit is not None:
