@@ -118,9 +118,7 @@ def _plot_trades(
     `cases` are the rows of each line of panels, by its title; `costs` are functions of a row, by
     the label of their axis.
     """
-    names = dict.fromkeys(row.name for rows in cases.values() for row in rows)
-    pairs = itertools.cycle(zip(COLOURS, STRATEGY_MARKERS, strict=True))
-    looks = dict(zip(names, pairs, strict=False))
+    names = list(dict.fromkeys(row.name for rows in cases.values() for row in rows))
     marks = {}
     width, height = 3.5 + 4 * len(costs), 0.5 + 4 * len(cases)
     with _picture(path, width, height, title, TRADE_NOTE) as figure:
@@ -134,7 +132,9 @@ def _plot_trades(
                     continue
                 peak = row.peak_bytes / BYTES_PER_MIB
                 points.append((cost.median, peak))
-                colour, marker = looks[row.name]
+                number = names.index(row.name)
+                marker = STRATEGY_MARKERS[number % len(STRATEGY_MARKERS)]
+                colour = f"C{number}"
                 (marks[row.name],) = axes.plot(cost.median, peak, marker, color=colour)
                 if cost.lower is not None:
                     axes.hlines(peak, cost.lower, cost.upper, colour, linewidth=0.9, alpha=0.5)
