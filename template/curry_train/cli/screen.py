@@ -361,11 +361,6 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 # Text that commands write and print: templates, paragraphs and tables.
 
 
-def literal(text: str) -> str:
-    """Return a string as an expression of Python, as formatters write it."""
-    return json.dumps(text, ensure_ascii=False)
-
-
 def render_template(place: Path, **values: Any) -> str:
     """Render a template; in one of HTML values are escaped."""
     import jinja2
@@ -377,7 +372,8 @@ def render_template(place: Path, **values: Any) -> str:
         trim_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["literal"] = literal
+    # A string as an expression of Python, as formatters write it.
+    environment.filters["literal"] = functools.partial(json.dumps, ensure_ascii=False)
     return environment.get_template(place.name).render(**values)
 
 
