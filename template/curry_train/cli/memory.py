@@ -163,8 +163,7 @@ Report = tuple[str, Facts, MemoryCourse]
 
 def report_snapshot(path: str) -> Report:
     """Find out who owns the peak of a snapshot; raises UnusableSnapshot."""
-    with messages_on_screen() as show_message:
-        show_message(f"reading {format_bytes(Path(path).stat().st_size)}")
+    with messages_on_screen(f"reading {format_bytes(Path(path).stat().st_size)}"):
         snapshot = read_snapshot(path)
     name = printable(Path(path).name)
     devices = [*map(OwnedBlocks, snapshot.devices)]

@@ -172,8 +172,8 @@ class Again:
             )
         # A script's own files may be named from the folder in which it was recorded.
         cwd = start.folder if Path(start.folder).is_dir() else "."
-        with contextlib.chdir(cwd), _variables(start.variables), messages_on_screen() as show:
-            show(f"{which} runs again ({name})")
+        message = f"{which} runs again ({name})"
+        with contextlib.chdir(cwd), _variables(start.variables), messages_on_screen(message):
             out, num_ranks = str(self.folder / name), start.environment["world_size"]
             _record(out, start.program, num_ranks, level=start.level, **options)
         return [read_fingerprints(out, rank) for rank in range(len(self.runs))]

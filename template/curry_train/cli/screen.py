@@ -428,13 +428,13 @@ def table(rows: Sequence[Sequence[str]], *, texts: Collection[str] = ()) -> str:
 
 
 @contextmanager
-def messages_on_screen() -> Iterator[Callable[[str], None]]:
+def messages_on_screen(first: str = "") -> Iterator[Callable[[str], None]]:
     """Show what a command does at the moment, on standard error if that is a terminal.
 
-    The command itself prints nothing meanwhile.
+    It begins with a first message. The command itself prints nothing meanwhile.
     """
     # Here, because the list of commands is shown without rich.
     from rich.console import Console
 
-    with Console(stderr=True).status("") as status:
+    with Console(stderr=True).status(first) as status:
         yield status.update

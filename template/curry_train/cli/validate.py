@@ -299,8 +299,7 @@ def _measured(
     cases = [first.case for first in looks.values()]
     verdicts = measure_all(cases, gates, implementations=given)
     for name, gate in itertools.product(looks, gates):
-        with messages_on_screen() as show_message:
-            show_message(f"{name}: {gate.name}")
+        with messages_on_screen(f"{name}: {gate.name}"):
             verdict = next(verdicts)
         yield explained(verdict, looks[name].findings)
 
