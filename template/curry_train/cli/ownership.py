@@ -7,7 +7,6 @@ here; `merge` writes.
 Proof: `python -m pytest tests/cli/test_scaffold.py`.
 """
 
-import ast
 import importlib.metadata
 import io
 import os
@@ -38,7 +37,7 @@ NEEDED_BY_PROJECTS = ("curry-train", "torch", "numpy", "pyyaml", "rich", "pytest
 TEMPLATE_SUFFIX = ".jinja"
 
 # The relative imports of a module and the imports of its test; in a copy all are siblings.
-RELATIVE_IMPORT = re.compile(rb"^( *)from \.+(?:\w+\.)*(\w+) import ", re.MULTILINE)
+RELATIVE_IMPORT = re.compile(rb"^( *)from (\.+)((?:\w+\.)*)(\w+) import ", re.MULTILINE)
 TEST_IMPORT = re.compile(rb"^from curry_train\.(?:\w+\.)*(\w+) import ", re.MULTILINE)
 PROOF_PATTERN = re.compile(rb"^Proof: `[^`]*`[^\n]*", re.MULTILINE)
 
@@ -176,13 +175,11 @@ def closure(package: Path, home: str) -> list[str]:
     reached = [home]
     # The list grows on the way.
     for path in reached:
-        for node in ast.walk(ast.parse((package / path).read_bytes(), filename=path)):
-            if isinstance(node, ast.ImportFrom) and node.level:
-                assert node.module, f"{path} imports a whole package"
-                folder = PurePosixPath(path).parents[node.level - 1]
-                found = str(folder / f"{node.module.replace('.', '/')}.py")
-                if found not in reached:
-                    reached.append(found)
+        for _, dots, *names in RELATIVE_IMPORT.findall((package / path).read_bytes()):
+            folder = PurePosixPath(path).parents[len(dots) - 1]
+            found = str(folder / f"{b''.join(names).decode().replace('.', '/')}.py")
+            if found not in reached:
+                reached.append(found)
     return reached
 
 
@@ -208,7 +205,7 @@ def technique_files(
             content = _with_origin(bundle, path)
             place = f"{directory}/{path}"
             if not technique.usage:
-                content = RELATIVE_IMPORT.sub(rb"\1from .\2 import ", content)
+                content = RELATIVE_IMPORT.sub(rb"\1from .\4 import ", content)
                 place = f"{directory}/{PurePosixPath(path).name}"
             assert files.get(place, content) == content, f"two modules become {place}"
             files[place] = content
