@@ -13,7 +13,6 @@ from ..core.generators import seeded
 from ..plan.optimizers import make_optimizer
 from ..primitives.grad_flow import GradFlow
 from ..primitives.grad_flow_report import flow_json, flow_table
-from ..runs.journal import finite
 from ..workloads.models import is_taken, load_workload
 from .figures import plot_flow
 from .options import (
@@ -81,7 +80,7 @@ def grad_flow_command(
     facts |= {
         "workload": workload.name,
         "learning_rate": optimizer.param_groups[0]["lr"],
-        "losses": finite(losses),
+        "losses": losses,
     }
     is_bad = any(record.nonfinite for record in flow.records)
     return facts | flow_json(flow), is_bad

@@ -13,7 +13,7 @@ from statistics import median
 
 from ..core.wording import format_bytes, format_seconds
 from ..runs.history import History, Steps, changes, read_history
-from ..runs.journal import finite, printable
+from ..runs.journal import printable
 from ..runs.values import Facts, Values
 from .parameters import argument
 from .screen import Ended, echo_lines, screen_command, table
@@ -158,4 +158,4 @@ def diff_command(a: str = argument(), b: str = argument()) -> Ended:
     """
     found = difference(*(read_history(name, root="runs") for name in (a, b)))
     echo_lines(*describe(found))
-    return finite({"a": a, "b": b} | found), 0
+    return {"a": a, "b": b} | found, 0

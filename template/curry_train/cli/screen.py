@@ -225,7 +225,10 @@ class ScreenCommand(click.Command):
         results, status = ended
         with errors_that_fit():
             if path and results:
-                write_json(path, dict(results))
+                # Imported here, because it imports torch.
+                from ..runs.journal import finite
+
+                write_json(path, finite(results))
             if isinstance(status, UnusableInput):
                 raise status
         self.leave(int(status))
