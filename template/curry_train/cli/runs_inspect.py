@@ -215,7 +215,7 @@ def _damaged_json(files: Mapping[str, Path]) -> Iterator[str]:
         if name.endswith(".json") and file.stat().st_size:
             try:
                 json.loads(read_whole(file))
-            except (ValueError, RecursionError) as error:
+            except (ValueError, RecursionError, RunError) as error:
                 yield f"{name}: it is no JSON ({error!s:.100})"
 
 

@@ -9,6 +9,7 @@ Proof: `python -m pytest tests/cli/test_inspection.py`.
 """
 
 import contextlib
+import functools
 import math
 import pickle
 import re
@@ -27,6 +28,7 @@ from torch import Tensor
 from ..core.measure import dense_parts
 from ..core.unpickle import DAMAGE as PICKLE_DAMAGE
 from ..core.unpickle import PickleReader, StandIn
+from ..runs.files import read
 from ..runs.values import each_once
 
 # Elements that are looked at together; a view in another order than its storage is copied whole.
@@ -132,13 +134,8 @@ def open_regular(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def read_whole(path: Path) -> bytes:
-    """Read an index or a pickle; raise ValueError for one that is too large."""
-    with open_regular(path) as stream:
-        data = stream.read(MOST_PICKLE_BYTES + 1)
-    if len(data) > MOST_PICKLE_BYTES:
-        raise ValueError(f"{path.name} is too large to be read")
-    return data
+# Reads an index or a pickle; one that is too large is DamagedCheckpoint.
+read_whole = functools.partial(read, most_bytes=MOST_PICKLE_BYTES)
 
 
 def read_tensor_file(path: Path) -> Inspection:
