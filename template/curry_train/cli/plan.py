@@ -17,7 +17,7 @@ from ..core.wording import format_bytes, parse_bytes, provenance, write_json
 from ..gates.memory_plan import measured_peak
 from ..plan.card import WORST_RESERVED_ERROR
 from ..plan.device import PROFILES, find_profile, profile_of
-from ..plan.fewest import FewestGpus, fewest_gpus
+from ..plan.fewest import fewest_gpus
 from ..plan.optimizers import OPTIMIZERS
 from ..plan.parallel import PRECISIONS, SHARDING_KINDS, Sharding, parse_mesh
 from ..plan.planner import Infeasible, Planner
@@ -181,7 +181,16 @@ def plan_command(
             for mesh in meshes or [{}]
         ]
         if fits is not None:
-            fewest = _find_fewest(spec, fits, shardings, size, vars(settings))
+            refuse_typed(OPTIONS_OF_BUDGET, "--fits tries settings by itself")
+            with messages_on_screen() as show_message:
+                fewest = fewest_gpus(
+                    spec,
+                    find_profile(fits),
+                    global_batch=size or 1,
+                    sharding=shardings,
+                    tell=show_message,
+                    **vars(settings),
+                )
             echo(fewest.table())
             return provenance() | fewest.to_json(), fewest.best is None
         if len(meshes) > 1:
@@ -253,26 +262,6 @@ OPTIONS_OF_BUDGET = (
     "plot_path",
     "page_path",
 )
-
-
-def _find_fewest(
-    spec: str,
-    gpu: str,
-    shardings: list[Sharding],
-    global_batch: int | None,
-    settings: dict[str, Any],
-) -> FewestGpus:
-    """Find the fewest GPUs, after a check that no other option was given."""
-    refuse_typed(OPTIONS_OF_BUDGET, "--fits tries settings by itself")
-    with messages_on_screen() as show_message:
-        return fewest_gpus(
-            spec,
-            find_profile(gpu),
-            global_batch=global_batch or 1,
-            sharding=shardings,
-            tell=show_message,
-            **settings,
-        )
 
 
 def _find_plan(
