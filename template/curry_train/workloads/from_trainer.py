@@ -102,7 +102,10 @@ def workload_of(
     optimizer = OptimizerLike(optimizers, module)
     read = [
         f"{source}: {type(module).__name__}, {batch_size(batch)} samples a batch",
-        optimizer.summary(),
+        # Equal optimizers are named once.
+        *dict.fromkeys(
+            f"{type(one).__qualname__}, lr {one.param_groups[0].get('lr')}" for one in optimizers
+        ),
     ]
     if precision.dtype is not None:
         read.append(f"autocast to {str(precision.dtype).removeprefix('torch.')}")

@@ -73,15 +73,6 @@ class OptimizerLike:
         made = [_copy_over(one, parameters) for one in self._optimizers]
         return made[0] if len(made) == 1 else SteppedTogether(made)
 
-    def summary(self) -> str:
-        """Name each optimizer with the learning rate of its first group, equal ones once."""
-        return "; ".join(
-            dict.fromkeys(
-                f"{type(one).__qualname__}, lr {one.param_groups[0].get('lr')}"
-                for one in self._optimizers
-            )
-        )
-
 
 def _copy_over(optimizer: Optimizer, parameters: Mapping[Any, Tensor]) -> Optimizer:
     """Copy an optimizer over parameters that may be on another device, or have no values."""
