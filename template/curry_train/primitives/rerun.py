@@ -71,8 +71,12 @@ def modules_of(function: Any, *, depth: int = 0) -> list[nn.Module]:
         if isinstance(value, nn.Module):
             found[value] = None
             if depth:
-                own = [vars(module).items() for module in value.modules()]
-                inside = [one for each in own for key, one in each if key not in TORCH_ATTRIBUTES]
+                inside = [
+                    one
+                    for module in value.modules()
+                    for key, one in vars(module).items()
+                    if key not in TORCH_ATTRIBUTES
+                ]
         elif depth and isinstance(value, functools.partial | MethodType | FunctionType):
             inside = modules_of(value, depth=depth - 1)
         elif depth and hasattr(value, "__dict__") and not isinstance(value, type | ModuleType):
