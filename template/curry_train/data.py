@@ -128,8 +128,7 @@ def read_library_text(folder: Path | None = None) -> NDArray[numpy.uint8]:
     Another version of Python has different text.
     """
     folder = folder or Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(folder.glob("*.py"))
-    text = b"".join(file.read_bytes() for file in files)
+    text = b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))
     if not text:
         raise RuntimeError(
             f"{folder} holds no Python sources to train on (this interpreter has its library in an "

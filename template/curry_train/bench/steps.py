@@ -255,13 +255,11 @@ class TrainingStep:
 
         twins: dict[Any, nn.Parameter] = {}
         if like is not None and case.dtype == like.case.dtype:
-            shared = like.model.parameters()
-            twins = dict(zip(shared, self.model.parameters(), strict=True))
+            twins = dict(zip(like.model.parameters(), self.model.parameters(), strict=True))
         for theirs, own in twins.items():
             own.data = theirs.data
 
-        microbatch = self.window.microbatches[0]
-        sample = Sample(microbatch, self.mean_loss, case.blocks)
+        sample = Sample(self.window.microbatches[0], self.mean_loss, case.blocks)
         self.changed = [name for change in lever.changes for name in change(self.model, sample)]
         self.optimizer = make_optimizer(optimizer, self.model)
         for group in self.optimizer.param_groups:

@@ -223,8 +223,7 @@ def _case_to_measure(
 
     With `on_shapes` a factory makes no real weights; a trainer or a script has made them already.
     """
-    own = own_workload(spec)
-    source = own or spec
+    source = own_workload(spec) or spec
     why = "as asked" if on_shapes else missing_room(source, asked.case)
     if why is None:
         yield asked.case(load_workload(spec)), None

@@ -154,8 +154,7 @@ class StateWatch:
         if has_more:
             # A model that was called before may have changed its buffers.
             now["model"] = self._states("model") | now["model"]
-        place = len(self.steps), len(now["data order"])
-        first = self.fresh.setdefault(place, [])
+        first = self.fresh.setdefault((len(self.steps), len(now["data order"])), [])
 
         def meet(tensor: Tensor) -> Tensor:
             # The output of another module is no data.

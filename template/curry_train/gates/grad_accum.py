@@ -315,8 +315,7 @@ def random_numbers(case: Case, *, train_window: Train = train_window) -> Outcome
 def two_ranks(case: Case, *, train_window: Train = train_window) -> Outcome:
     """Compare DDP and FSDP2 on two gloo ranks with the large batch, with one sync per window."""
     # Raises NotApplicable here and not in the other processes.
-    batch = case.batch(2 * sum(RANK_SIZES))
-    reference_by_hand(case, batch, [2 * RANK_SIZES])
+    reference_by_hand(case, case.batch(2 * sum(RANK_SIZES)), [2 * RANK_SIZES])
     return compare_on_ranks(
         _compare_on_rank,
         case,

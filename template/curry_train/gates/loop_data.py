@@ -217,8 +217,7 @@ def data(trace: Trace) -> Faults:
             id(getattr(one.loader.dataset, "dataset", None)): one.is_used
             for one in sorted(trace.of(Fetch), key=attrgetter("is_used"))
         }
-        is_apart = parts.get(first.dataset) is False
-        if is_apart and trace.places(r"random_split\("):
+        if parts.get(first.dataset) is False and trace.places(r"random_split\("):
             hint = "train on the part that random_split returned for it"
             yield first, "samples that random_split set apart are trained on", hint
         # It draws places in its weights.

@@ -55,8 +55,7 @@ def _of_tokens(trace: Trace, forward: Forward) -> Faults:
     elif len(dims) == 1 and _differ(*both):
         trace.sees_last.append(module)
     # The later tokens of another sample.
-    first = tokens[:, :1]
-    mixed = torch.cat([first, tokens.flip(0)[:, 1:]], 1)
+    mixed = torch.cat([tokens[:, :1], tokens.flip(0)[:, 1:]], 1)
     is_known = plain.dim() == 2 and not torch.equal(plain, plain.flip(0))
     if is_known and not torch.equal(tokens, mixed) and torch.equal(*_outputs(trace, tokens, mixed)):
         yield (

@@ -126,8 +126,7 @@ def _rounding(case: Case, batch: Any, reference: StepRecord) -> float:
     """
     precise = replace(case, dtype=torch.float64)
     try:
-        module = case.build().to(precise.dtype)
-        step = step_of(precise, module, precise.place(batch))
+        step = step_of(precise, case.build().to(precise.dtype), precise.place(batch))
     except (RuntimeError, TypeError):
         # The model or the device computes in other dtypes alone.
         return 0.0

@@ -375,8 +375,7 @@ def _train(
     with seeded(case.seed):
         for step in range(NUM_STEPS):
             module.zero_grad()
-            losses = _accumulated(case, module, step, course)
-            records.append(record(module, losses))
+            records.append(record(module, _accumulated(case, module, step, course)))
             optimizer.step()
     del optimizer
     return records, activity_of(case, module), names

@@ -158,8 +158,7 @@ class DeviceProfile:
 
         `options` are those of `operation_seconds`.
         """
-        times = self.operation_seconds(flops, moved, **options)
-        return float(times[moved > 0].sum())
+        return float(self.operation_seconds(flops, moved, **options)[moved > 0].sum())
 
     def optimizer_seconds(self, fixed_bytes: int, gradient_bytes: int) -> float:
         """Predict the time of the optimizer step, which is limited by bandwidth.

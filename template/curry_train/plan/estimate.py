@@ -207,8 +207,7 @@ class Sketch:
                 enter(heap_kept())
                 mode = None
                 if sharding.is_shared:
-                    mesh = one_rank(sharding.mesh, rank=sharding.rank)
-                    self._mesh = enter(mesh)
+                    self._mesh = enter(one_rank(sharding.mesh, rank=sharding.rank))
                     mode = RankKernels(kernels=self.kernels)
                 active = enter(pretended(mode=mode, kernels=self.kernels))
                 self.case = PretendedCase(load_workload(self._workload), **self._options)

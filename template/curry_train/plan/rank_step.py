@@ -110,8 +110,7 @@ def record_rank_step(
 
         def begin_record() -> StepLives:
             gc.collect()
-            device = torch.device("cpu")
-            lives = StepLives(module, device, layers, optimizer, state)
+            lives = StepLives(module, torch.device("cpu"), layers, optimizer, state)
             lives.follow_all(program.batch, records)
             records.append(lives)
             return lives

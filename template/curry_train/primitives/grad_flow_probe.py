@@ -111,8 +111,7 @@ def group_of_batch(model: nn.Module) -> Any:
         return None
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return model.process_group
-    fully_sharded = torch.distributed.fsdp.FSDPModule
-    if not find_modules(model, fully_sharded):
+    if not find_modules(model, torch.distributed.fsdp.FSDPModule):
         return None
     parameters: Iterable[Any] = model.parameters()
     meshes = {parameter.device_mesh for parameter in parameters if is_divided(parameter)}

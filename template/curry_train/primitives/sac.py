@@ -173,8 +173,7 @@ class Policy:
 
     def __reduce__(self) -> Any:
         """Pickle by the names of the operations, because operations can't be pickled."""
-        named = POLICIES.get(self.name)
-        if named == self:
+        if POLICIES.get(self.name) == self:
             return make_policy, (self.name,)
         if self.calls:
             return Policy, (self.name, frozenset(), frozenset(), None, self.calls)

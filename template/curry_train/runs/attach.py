@@ -295,8 +295,7 @@ class AttachedRun:
             if replay is not None:
                 replay.state = state
             elif boxes.keep:
-                patience = self._watch.config.patience
-                self._boxes = Boxes(boxes, store, state, patience=patience)
+                self._boxes = Boxes(boxes, store, state, patience=self._watch.config.patience)
             if self._boxes is not None and hasattr(data, "on_batch"):
                 data.on_batch = self._boxes.hand_out
             self._journal = self._ranks.all_do(lambda: AttachedJournal(self, on=journal))

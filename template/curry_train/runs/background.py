@@ -180,8 +180,7 @@ class BackgroundSaver:
             if sys.platform == "linux":
                 with contextlib.suppress(OSError):
                     os.nice(5)
-            copies = zip(writing.tensors, self._staging.buffers, strict=True)
-            writing.tensors = dict(copies)
+            writing.tensors = dict(zip(writing.tensors, self._staging.buffers, strict=True))
             return writing.write()
 
         try:

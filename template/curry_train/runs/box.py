@@ -227,8 +227,7 @@ def read_facts(folder: StrPath) -> BoxFacts:
             "runs/run-001/boxes/step-00000180"
         )
     with reading(f"{folder} is a damaged box"):
-        data = read(Path(folder, FACTS_FILE_NAME))
-        facts = read_fields(BoxFacts, json.loads(data))
+        facts = read_fields(BoxFacts, json.loads(read(Path(folder, FACTS_FILE_NAME))))
         if facts.step < 1 or not 1 <= facts.world_size <= 2**16:
             raise ValueError(f"step {facts.step} of {facts.world_size} ranks")
         state = facts.checkpoint

@@ -607,8 +607,7 @@ def place_of(one: Observation) -> str:
     """Return what an observation is matched by: step, phase, module path, call, and the like."""
     # Each output and input of a call has a gradient of its own.
     what = [*one.digests, one.time] if one.kind == "gradient" else []
-    known = one.kind, one.step, one.phase, one.path, one.call
-    return json.dumps([*known, *what])
+    return json.dumps([one.kind, one.step, one.phase, one.path, one.call, *what])
 
 
 def users_line(outer: str = "") -> str:

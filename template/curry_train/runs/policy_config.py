@@ -211,8 +211,7 @@ class SpikeConfig:
         require_least(self, 16, "window")
         require_least(self, 1, "patience", "attempts")
         require_least(self, 0, "skip_around")
-        fits = 0 < self.threshold < float("inf")
-        require(fits, "threshold", self.threshold, "above 0")
+        require(0 < self.threshold < float("inf"), "threshold", self.threshold, "above 0")
         require(0 <= self.least_rise < 1, "least_rise", self.least_rise, "from 0 to below 1")
 
     @property
