@@ -193,7 +193,6 @@ def test_refused_with_what_to_do(budget, options, message):
     model = build(block_class())
     with pytest.raises(ValueError, match=message):
         memory_budget(model, budget, **options)
-    assert not any(isinstance(module, Budgeted) for module in model.modules())
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script")

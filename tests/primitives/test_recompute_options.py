@@ -375,14 +375,12 @@ def test_reentrant_is_refused_if_it_would_lose_gradients():
         "enable_input_require_grads.. or a similar method$",
     ):
         Recompute(block, use_reentrant=True)(BATCH)
-    scale = torch.ones(1, requires_grad=True)
-    with pytest.raises(
-        ValueError,
-        match=r"gets a tensor that requires grad by keyword or inside a container, and with "
-        "use_reentrant=True its gradient would be lost; leave use_reentrant at False$",
-    ):
-        Recompute(block, use_reentrant=True)(BATCH.clone().requires_grad_(), scale=scale)
-    Recompute(block.requires_grad_(False), use_reentrant=True)(BATCH)  # no gradient to lose
+    x = BATCH.clone().requires_grad_()
+    for called, options in ((block, {"scale": x}), (lambda x: {0: x.sin()}, {}), ([].append, {})):
+        with pytest.raises(
+            ValueError, match=r"inside a container, .* leave use_reentrant at False$"
+        ):
+            Recompute(called, use_reentrant=True)(x, **options)
 
 
 # Segments.

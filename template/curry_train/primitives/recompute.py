@@ -194,6 +194,15 @@ def run_checkpointed(
         _end_hooks(error)
         raise
     mark_returned_once(output)
+    found = tensors_in(output)
+    # Without a tensor, the output is in a container that the block was given.
+    if options.use_reentrant and max(
+        (one.is_floating_point() > one.requires_grad for one in found), default=True
+    ):
+        raise ValueError(
+            f"{type(modules[0]).__name__ if modules else run} returns a tensor inside a container, "
+            "and with use_reentrant=True its gradient would be lost; leave use_reentrant at False"
+        )
     return output
 
 
