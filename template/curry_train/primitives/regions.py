@@ -29,6 +29,7 @@ from ..core.blocks import (
     become,
     check_unchanged,
     find_blocks,
+    in_transform,
     match_names,
     recomputing,
     restore,
@@ -233,10 +234,13 @@ class Replayed(DerivedForward):
     """
 
     def _run_changed(self, run: Any, inputs: Any) -> Any:
+        if in_transform():
+            # A second call would need tensors that must not escape from the transform.
+            args, kwargs = inputs
+            return run(*args, **kwargs)
         name = self._technique
         before = generator_states(self) if name else []
-        call = FlatCall(run, inputs, modules=[self])
-        output = Replay(call).first()
+        output = Replay(FlatCall(run, inputs, modules=[self])).first()
         if name and not all(map(torch.equal, before, generator_states(self))):
             raise ValueError(
                 f"{name} draws random numbers, and would draw different ones the second time: "
