@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
+from .core.blocks import Derived, find_modules
 from .core.generators import generators_kept
 from .core.measure import as_trained
 from .core.memory_recorder import memory_record
@@ -265,10 +266,10 @@ def equip(
         raise ValueError(
             "an Accelerator does not run the loop: put `with memory_record(...)` around it"
         )
-    if isinstance(apply, str | Path):
-        raise TypeError("apply takes a function of the model or a plan: give Plan.load(path)")
-    change = apply if apply is None or callable(apply) else apply.apply
+    change = getattr(apply, "apply", apply)
     if change is not None:
+        if not callable(change):
+            raise TypeError("apply takes a function of the model or a plan: give Plan.load(path)")
         CHANGE_BY_LIBRARY[library](trainer, change, functools.partial(_check_microbatch, apply))
     if commit:
         commit_checkpoints(trainer)
@@ -284,9 +285,9 @@ def _check_microbatch(planned: Any, size: Any) -> None:
     most = getattr(planned, "microbatch", None)
     if most is not None and isinstance(size, int) and size > most:
         raise ValueError(
-            f"the plan is for {planned.steps} microbatches of {most} samples, and the trainer's "
-            f"microbatches of {size} take more memory than was planned: set its batch size to "
-            f"{most} and its gradient accumulation to {planned.steps}, or plan again with "
+            f"the plan is for {planned.steps} microbatches of {most}, and the trainer's "
+            f"microbatches of {size} samples take more memory than was planned: set its batch size "
+            f"to {most} and its gradient accumulation to {planned.steps}, or plan again with "
             f"--microbatch {size}"
         )
 
@@ -299,8 +300,18 @@ CheckSize = Callable[[Any], None]
 def _apply_to_hugging_face(trainer: Any, change: Change, check_size: CheckSize) -> None:
     if trainer.model_wrapped is not trainer.model:
         raise ValueError("the model is wrapped already: equip the Trainer before train()")
-    check_size(trainer.args.per_device_train_batch_size)
+    args = trainer.args
+    check_size(args.per_device_train_batch_size)
     change(trainer.model)
+    options = (args.gradient_checkpointing and args.gradient_checkpointing_kwargs) or {}
+    changed = find_modules(trainer.model, Derived).values()
+    if options.get("use_reentrant") and any(
+        hasattr(one, "gradient_checkpointing") for one in changed
+    ):
+        raise ValueError(
+            "the Trainer recomputes these blocks itself, and with use_reentrant=True they would "
+            "run three times: make the Trainer with activation_checkpointing=False"
+        )
     make = trainer.model_init
     if make is not None:
         # The Trainer counts the parameters of this function, and builds the model again in train.

@@ -71,8 +71,9 @@ class SpikeWatchdog(Stateful):
 
     STATE = ("_accepted", "_suspects", "_began", "_reported")
 
-    def __init__(self, config: SpikeConfig | None = None) -> None:
-        self.config = config or SpikeConfig()
+    def __init__(self, config: Any = None) -> None:
+        # The configuration, or a mapping of its keys.
+        self.config = read_fields(SpikeConfig, config or {}, inside="spike")
         # Steps with their losses, in lists, as JSON has them.
         self._accepted: list[Any] = []
         self._suspects: list[Any] = []
@@ -209,7 +210,7 @@ class AttachedWatch(SpikeWatchdog):
     """
 
     def __init__(self, spike: SpikeConfig | Mapping[str, Any] | None, data: SampleStream) -> None:
-        super().__init__(read_fields(SpikeConfig, spike or {"action": "none"}, inside="spike"))
+        super().__init__(spike or {"action": "none"})
         self.ranks = Ranks.on_the_host()
         self._data = data
 

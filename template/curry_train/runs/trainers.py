@@ -410,7 +410,7 @@ class _WatchedJournal:
 
     def __init__(self, folder: StrPath, watch: SpikeConfig | None) -> None:
         self._folder = Path(folder)
-        self._watchdog = SpikeWatchdog(watch or SpikeConfig(action="none"))
+        self._watchdog = SpikeWatchdog(watch or {"action": "none"})
         # The journal, from the first step to the end of a training.
         self.journal: Any = None
         # The spike that ends the training.
@@ -546,8 +546,7 @@ class _AcceleratorJournal(_WatchedJournal):
         mean = loss.detach().float() / self._accelerator.gradient_accumulation_steps
         self.losses.append(mean)
         if not self._has_hook:
-            first = self._accelerator._optimizers[0]
-            first.optimizer.register_step_post_hook(self._stepped)
+            self._accelerator._optimizers[0].optimizer.register_step_post_hook(self._stepped)
             self._has_hook = True
 
     def _clip(self, clip: Callable[..., Any], *args: Any, **options: Any) -> Any:
