@@ -56,10 +56,8 @@ def on_two_ranks(folder):
         state.step = 12
         train_on(policy, state, 14)
     if rank == 0:
-        path = next(
-            Path(folder, "run/rollback/step-00000014.dcp").glob("__1_*.distcp")
-        )  # the second rank reads it
-        flip(path)
+        # The second rank reads it.
+        flip(next(Path(folder, "run/rollback/step-00000014.dcp").glob("__1_*.distcp")))
     dist.barrier()
     other = new_state(9, build=sharded)
     with Store(f"{folder}/run") as store, BackgroundSaver(store) as saver:

@@ -69,8 +69,7 @@ def facts(value):
 
 
 def with_dtype(dtype):
-    bits = torch.arange(4 * dtype.itemsize, dtype=torch.uint8) % 2
-    return bits.view(dtype).reshape(2, 2)
+    return (torch.arange(4 * dtype.itemsize, dtype=torch.uint8) % 2).view(dtype).reshape(2, 2)
 
 
 def test_values_that_json_would_change_are_restored():

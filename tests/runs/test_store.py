@@ -106,8 +106,9 @@ def test_only_checkpoints_of_this_run_are_loaded(store, path):
 
 def test_a_url_is_refused_and_makes_no_folder_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"s3://bucket/run is no folder: .* fsspec"):
-        Store("s3://bucket/run")
+    for root in ("s3://bucket/run", ""):
+        with pytest.raises(ValueError, match=rf"{root} is no folder: .* fsspec"):
+            Store(root)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -107,7 +107,6 @@ def test_hugging_face_resumes_from_the_newest_whole_checkpoint(tmp_path):
     straight = trainer_of(tmp_path)
     commit_checkpoints(straight).train()
     assert newest(tmp_path) == "checkpoint-6"
-    assert folders(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
     # The library alone loads a flipped bit of its weights in silence.
     model = tmp_path / "checkpoint-6/model.safetensors"

@@ -85,10 +85,10 @@ class SavedRun:
     """The checkpoints of the run at `root`, a folder."""
 
     def __init__(self, root: StrPath) -> None:
-        if "://" in str(root):
+        if "://" in str(root) or root == "":
             raise ValueError(
-                f"{root} is no folder: write the run to a disk, and copy its committed checkpoints "
-                f"there with fsspec"
+                f"{root or 'an empty text'} is no folder: write the run to one on a disk; its "
+                "committed checkpoints can be copied elsewhere with fsspec"
             )
         self.root = Path(root).absolute()
 
@@ -147,8 +147,7 @@ class SavedRun:
 
         def check() -> Contents:
             manifest = read_manifest(self.root, folder_of(checkpoint))
-            own_share = sorted(manifest.files)[ranks.rank :: ranks.size]
-            verify_files(manifest, own_share)
+            verify_files(manifest, sorted(manifest.files)[ranks.rank :: ranks.size])
             return self.open_content(manifest)
 
         contents = ranks.all_do(check)
