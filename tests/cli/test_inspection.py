@@ -332,8 +332,7 @@ def test_a_manifest_of_another_program_does_not_matter(checkpoints):
 
 
 def test_inspect_prints_tensors_hashes_and_whether_it_is_whole():
-    values = torch.tensor([[1.0, math.nan]])
-    save({"a": torch.ones(3), "b": values, "epoch": 3}, "a.pt")
+    save({"a": torch.ones(3), "b": torch.tensor([[1.0, math.nan]]), "epoch": 3}, "a.pt")
     text = call("inspect a.pt")
     # Tensors with NaN come first.
     assert text.splitlines()[1].split() == ["b", "1x2", "float32", "1"]
@@ -349,8 +348,7 @@ def test_inspect_prints_tensors_hashes_and_whether_it_is_whole():
 
 
 def test_a_hostile_file_ends_with_1_and_runs_nothing():
-    names = "\x1b[2J\n" * 3
-    save({names: Call(os.mkdir, "canary")}, "a.pt")
+    save({"\x1b[2J\n" * 3: Call(os.mkdir, "canary")}, "a.pt")
     text = call("inspect a.pt", status=1)
     assert "wrong: it is hostile: loading it would call posix.mkdir" in text
     assert text.splitlines()[-1] == "whole: no"

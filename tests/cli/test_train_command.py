@@ -91,8 +91,7 @@ def test_a_signal_saves_and_the_run_goes_on():
 
 @pytest.mark.timeout(600)
 def test_torchrun_trains_and_a_signal_to_one_rank_stops_both():
-    line = f"{RANKS} {TINY} steps=100000 parallel=fsdp2 log.every=1000"
-    process = started(*line.split())
+    process = started(*f"{RANKS} {TINY} steps=100000 parallel=fsdp2 log.every=1000".split())
     journal = Path("runs/run-001/journal.jsonl")
     wait_for(lambda: journal.is_file() and '"step":2,' in journal.read_text())
     ranks = subprocess.run(

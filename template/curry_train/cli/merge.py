@@ -78,6 +78,8 @@ def read_lock(root: Path) -> Lock | None:
             name: Base(version, zlib.decompress(base64.b64decode(packed, validate=True)))
             for name, (version, packed) in document.pop("files").items()
         }
+        # A TypeError, unless all of them are texts.
+        "".join([document["version"], document["package"] or ""] + document["techniques"])
         return Lock(**document | {"techniques": tuple(document["techniques"]), "files": files})
     except (ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
         raise UnusableInput(

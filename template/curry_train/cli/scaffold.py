@@ -11,6 +11,7 @@ import difflib
 import keyword
 import os
 import shlex
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ from .merge import (
 )
 from .ownership import (
     DISTRIBUTION_NAME,
+    NEEDED_BY_PROJECTS,
     PACKAGE,
     Bundle,
     Technique,
@@ -206,7 +208,11 @@ def find_target(directory: Path, version: str) -> CopyTarget:
         above = directory.parents[known.package.count(".")]
     names = directory.relative_to(above).parts
     for name in names or ("",):
-        if not name.isidentifier() or keyword.iskeyword(name):
+        if (
+            not name.isidentifier()
+            or keyword.iskeyword(name)
+            or names[0] in (*sys.stdlib_module_names, *NEEDED_BY_PROJECTS)
+        ):
             raise UnusableInput(
                 f"Python can't import a folder called {name!r}; "
                 "--into needs a name like my_training"
