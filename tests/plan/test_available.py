@@ -61,7 +61,7 @@ def test_a_model_that_does_not_fit_is_refused_and_not_made_with_values(
     )
     monkeypatch.chdir(tmp_path)
     shown = ran("memory --model large.py:build")
-    assert "run on shapes alone, a step of build with 2 samples takes at least" in shown.output
+    assert "run on shapes alone, a step of build with a batch of 2 takes at least" in shown.output
     for command in (
         "bench --model large.py:build",
         "validate --model large.py:build --gate sac/off",

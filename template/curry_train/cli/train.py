@@ -70,8 +70,7 @@ class DrawnSamples:
         return DRAWN_DATASET_LENGTH
 
     def batch(self, samples: Any) -> Batch:
-        first = int(samples[0])
-        return replace(self.case, seed=self.case.seed + first).batch(len(samples))
+        return replace(self.case, seed=self.case.seed + int(samples[0])).batch(len(samples))
 
 
 def open_named_run(
@@ -289,7 +288,8 @@ def describe_training(run: TrainingRun) -> str:
     return (
         f"{run.folder}: {run.task.name}, {num_parameters / 1e6:.2f}M parameters, "
         f"{len(run.stream.dataset):,} samples{started}\n"
-        f"{run.stream.microbatches_per_window} x {config.microbatch} samples a step{ranks}, "
+        f"{run.stream.microbatches_per_window} x {config.microbatch} "
+        f"sample{'s' * (config.microbatch > 1)} a step{ranks}, "
         f"{config.precision} on {run.device.type}{recompute}{noted}"
     )
 

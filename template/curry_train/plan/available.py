@@ -58,7 +58,7 @@ def missing_room(workload: Workload | str, make_case: MakeCase) -> str | None:
     if available is None or needed <= available:
         return None
     return (
-        f"a step of {case.workload.name} with {case.batch_size} samples takes at least "
+        f"a step of {case.workload.name} with a batch of {case.batch_size} takes at least "
         f"{format_bytes(needed)}, and {format_bytes(available)} is available"
     )
 

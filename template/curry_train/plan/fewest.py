@@ -153,7 +153,7 @@ class FewestGpus:
 
     def _verdict(self) -> str:
         best = self.best
-        start = f"{self.workload}, {self.global_batch} samples a step, on {self.device}: "
+        start = f"{self.workload}, a global batch of {self.global_batch}, on {self.device}: "
         if best is None:
             least = min(self.attempts, key=lambda one: one.peak_bytes)
             return start + (
@@ -161,7 +161,8 @@ class FewestGpus:
             )
         text = (
             f"{best.num_gpus} GPU{'s' if best.num_gpus > 1 else ''}, {best.steps} x "
-            f"{best.microbatch} samples on each, with {format_bytes(best.margin_bytes)} left."
+            f"{best.microbatch} sample{'s' * (best.microbatch > 1)} on each, with "
+            f"{format_bytes(best.margin_bytes)} left."
         )
         fewer = [one for one in self.attempts if one.num_gpus < best.num_gpus]
         if fewer:

@@ -101,7 +101,7 @@ def workload_of(
         )
     optimizer = OptimizerLike(optimizers, module)
     read = [
-        f"{source}: {type(module).__name__}, {batch_size(batch)} samples a batch",
+        f"{source}: {type(module).__name__}, batches of {batch_size(batch)}",
         # Equal optimizers are named once.
         *dict.fromkeys(
             f"{type(one).__qualname__}, lr {one.param_groups[0].get('lr')}" for one in optimizers

@@ -489,7 +489,7 @@ def undivided(workload: Workload) -> Workload:
     def batch(wanted: int) -> Any:
         if wanted != own:
             raise IndivisibleBatch(
-                f"the model runs on its own batch of {own} alone, and {wanted} samples are needed: "
+                f"the model runs on its own batch of {own} alone, and one of {wanted} is needed: "
                 "return a Workload whose batch makes one of any size"
             )
         return workload.batch(wanted)
