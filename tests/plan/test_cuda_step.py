@@ -250,18 +250,23 @@ def test_filters_of_one_channel_are_calls_of_cudnn_in_channels_last_alone(memory
     assert workspaces(model) == [(kind, 0) for kind in calls]
 
 
-def test_windows_of_one_pixel_are_copied_where_they_have_many_channels():
-    model = images(lambda: nn.Conv2d(1024, 1024, 1, bias=False), channels=1024)
-    numbers = 2 * 2 * 1024 * SIZE**2 + 1024**2
-    assert workspaces(model) == [("forward", 0), ("weight", 4 * numbers)]
-
-
-def test_the_gradient_of_the_input_copies_the_output_gradient_and_the_weight():
-    model = images(lambda: stacked(lambda: nn.Conv2d(64, 64, 3, padding=1), 2), channels=64)
-    values, weight = 2 * 64 * SIZE**2, 64 * 64 * 9
-    of_weight = ("weight", 4 * (2 * values + weight))
-    of_input = ("input", 4 * (values + weight))
-    assert workspaces(model)[2:] == [of_input, of_weight, of_weight]
+@pytest.mark.parametrize(
+    ("channels", "window", "copies"),
+    [
+        # Activations of 262,144 bytes and a weight of 36,864: none, both, and two and the weight.
+        (32, 3, [0, 299_008, 561_152]),
+        # Many channels, 524,288 and 147,456: both, the gradients of input and output, and all.
+        (64, 3, [671_744, 1_048_576, 1_196_032]),
+        # Windows of one pixel over very many channels, 8,388,608 and 4,194,304.
+        (1024, 1, [0, 12_582_912, 20_971_520]),
+    ],
+)
+def test_the_output_and_both_gradients_copy_what_they_read(channels, window, copies):
+    model = images(
+        lambda: stacked(lambda: nn.Conv2d(channels, channels, window, padding=window // 2), 2),
+        channels=channels,
+    )
+    assert [num_bytes for _, num_bytes in workspaces(model)][1:4] == copies
 
 
 def test_the_gradient_of_the_input_is_a_call_of_its_own():

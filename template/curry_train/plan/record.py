@@ -285,7 +285,7 @@ class StepLives(RankStorages):
             self.products.setdefault(self.phase == "backward", len(self.events))
         with unwatched():
             out = super().run(func, args, kwargs)
-            for workspace in convolutions_of(func, args):
+            for workspace in convolutions_of(func, args, out):
                 self.convolutions.append(workspace)
                 self.events += [(workspace, True), (workspace, False)]
             self._read()

@@ -1,15 +1,21 @@
 """Estimate the workspaces that cuDNN allocates for convolutions, from shapes.
 
-    for workspace in convolutions_of(func, args): ...
+    for workspace in convolutions_of(func, args, output): ...
 
-Tensor cores read the channels of one pixel side by side. In backward, cuDNN's kernels therefore
-copy what they read to that layout, in a workspace that lives for one call: output gradient and
-weight for the gradient of the input, input and output gradient for that of the weight, which is
-summed up there, too. Channels are padded to 16 bytes in it. Forward runs without a workspace of
-this kind, and so does a model in `channels_last`. Where there is little to compute, as in a first
-layer of few filters, copies take longer than they save: kernels without tensor cores and without a
-workspace are the faster ones. For windows of one pixel there are kernels that use tensor cores
-without a copy, if at a lower rate: copies pay for them with many channels alone.
+Tensor cores read the channels of one pixel side by side. cuDNN's kernels therefore copy what they
+read to that layout, in a workspace that lives for one call. In backward they copy output gradient
+and weight for the gradient of the input, input and output gradient for that of the weight, which is
+summed up there, too. Channels are padded to 16 bytes in it. A model in `channels_last` needs none.
+Where there is little to compute, as in a first layer of few filters, copies take longer than they
+save: kernels without tensor cores and without a workspace are the faster ones. For windows of one
+pixel there are kernels that use tensor cores without a copy, if at a lower rate: copies pay for
+them with many channels alone.
+
+Larger windows over many channels run at the full rate. Forward then copies input and weight, and
+writes its output as it is: such kernels are named nhwckrsc_nchw. Those for the gradient of the
+input, nhwckrsc_nhwc, write it with channels side by side, and it is copied back. The copy of the
+weight is left out there. With it, both gradients would have workspaces of one size, of which the
+second takes the place of the first; by the readings it does not.
 
 With `torch.backends.cudnn.benchmark`, the first call of each shape tries all algorithms, after
 which torch gives its whole cache back. What the later steps reserve depends on that.
@@ -29,6 +35,8 @@ from torch import Tensor
 
 from ..core.measure import Life
 
+# What cuDNN computes: the output, the gradient of the input, and that of the weight.
+CALLS = ("forward", "input", "weight")
 ALIGNMENT_BYTES = 16
 # Others have no tensor cores for convolutions.
 TENSOR_CORE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -38,43 +46,51 @@ FLOPS_PER_COPIED_BYTE = 29
 # The same for windows of one pixel, if the other layout halves the rate of tensor cores:
 # 2 / 1,555 GB/s against 1 / 78 - 1 / 156 TFLOP/s.
 POINTWISE_FLOPS_PER_COPIED_BYTE = 200
+# The same for the full rate in windows of several pixels. It is fitted to readings, which 120 meets
+# as well; 3 x 3 pixels over 64 channels have 144.
+FULL_RATE_FLOPS_PER_COPIED_BYTE = 140
 
 
-def convolutions_of(func: Any, args: Any) -> Iterator[Life]:
+def convolutions_of(func: Any, args: Any, output: Any) -> Iterator[Life]:
     """Yield the workspace of each call of cuDNN in an operation, in their order.
 
     Its owner is the call: what is computed from which shapes. Torch keeps its choice for each.
     """
     if func is torch.ops.aten.convolution.default:
         x, weight, *_, groups = args
-        calls = [("forward", 0)]
+        wanted = [True]
     elif func is torch.ops.aten.convolution_backward.default:
-        gradient, x, weight, *_, groups, mask = args
-        copies = _layout_copies(x, gradient, weight)
-        calls = [call for call, wanted in zip(copies, mask, strict=False) if wanted]
+        output, x, weight, *_, groups, mask = args
+        wanted = [False, *mask]
     else:
         return
     if 1 < groups == x.shape[1] and x.stride(1) > 1:
         return  # torch has kernels of its own for filters of one channel, unless channels are last
     settings = tuple(str(value) for value in args if isinstance(value, list | int))
-    for kind, num_bytes in calls:
-        yield Life(num_bytes, owner=(kind, x.shape, weight.shape, settings), born=0)
+    for kind, num_bytes, is_wanted in zip(
+        CALLS, _layout_copies(x, output, weight), wanted, strict=False
+    ):
+        if is_wanted:
+            yield Life(num_bytes, owner=(kind, x.shape, weight.shape, settings), born=0)
 
 
-def _layout_copies(x: Tensor, gradient: Tensor, weight: Tensor) -> list[tuple[str, int]]:
-    """Return both calls, with the bytes of their copies with channels side by side if they pay."""
-    has_layout = x.stride(1) == 1 or not x.numel()
-    if has_layout or x.dtype not in TENSOR_CORE_DTYPES:
-        return [("input", 0), ("weight", 0)]
-    of_x, of_gradient, of_weight = (
+def _layout_copies(x: Tensor, output: Tensor, weight: Tensor) -> tuple[int, ...]:
+    """Return the bytes that each call copies to channels side by side, if copies pay."""
+    if x.stride(1) == 1 or not x.numel() or x.dtype not in TENSOR_CORE_DTYPES:
+        return 0, 0, 0
+    of_x, of_output, of_weight = (
         tensor.numel()
         // tensor.shape[1]
-        * (math.ceil(tensor.shape[1] * tensor.itemsize / ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
-        for tensor in (x, gradient, weight)
+        * math.ceil(tensor.shape[1] * tensor.itemsize / ALIGNMENT_BYTES)
+        * ALIGNMENT_BYTES
+        for tensor in (x, output, weight)
     )
+    both = of_x + of_output
+    pixels = min(tensor.numel() // tensor.shape[1] for tensor in (x, output))
+    flops_per_byte = 2 * pixels * weight.numel() / both
     is_pointwise = math.prod(weight.shape[2:]) == 1
     least = POINTWISE_FLOPS_PER_COPIED_BYTE if is_pointwise else FLOPS_PER_COPIED_BYTE
-    pixels = min(tensor.numel() // tensor.shape[1] for tensor in (x, gradient))
-    pays = 2 * pixels * weight.numel() >= least * (of_x + of_gradient)
-    of_input = of_gradient + of_weight
-    return [("input", pays * of_input), ("weight", pays * (of_x + of_input))]
+    pays = flops_per_byte >= least
+    has_full_rate = flops_per_byte >= FULL_RATE_FLOPS_PER_COPIED_BYTE and not is_pointwise
+    of_input = both if has_full_rate else of_output + of_weight
+    return has_full_rate * (of_x + of_weight), pays * of_input, pays * (both + of_weight)
