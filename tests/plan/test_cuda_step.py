@@ -255,8 +255,8 @@ def test_filters_of_one_channel_are_calls_of_cudnn_in_channels_last_alone(memory
     [
         # Activations of 262,144 bytes and a weight of 36,864: none, both, and two and the weight.
         (32, 3, [0, 299_008, 561_152]),
-        # Many channels, 524,288 and 147,456: both, the gradients of input and output, and all.
-        (64, 3, [671_744, 1_048_576, 1_196_032]),
+        # Many channels, 1,048,576 and 589,824: both, the gradients of input and output, and all.
+        (128, 3, [1_638_400, 2_097_152, 2_686_976]),
         # Windows of one pixel over very many channels, 8,388,608 and 4,194,304.
         (1024, 1, [0, 12_582_912, 20_971_520]),
     ],

@@ -43,12 +43,9 @@ TENSOR_CORE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Tensor cores pay above so many FLOPs for each byte that is copied, which is read and written. By
 # the data sheet of an A100 with TF32: 2 / 1,555 GB/s against 1 / 19.5 - 1 / 156 TFLOP/s.
 FLOPS_PER_COPIED_BYTE = 29
-# The same for windows of one pixel, if the other layout halves the rate of tensor cores:
+# The same if kernels that need no copy, or fewer, have half the rate of tensor cores:
 # 2 / 1,555 GB/s against 1 / 78 - 1 / 156 TFLOP/s.
-POINTWISE_FLOPS_PER_COPIED_BYTE = 200
-# The same for the full rate in windows of several pixels. It is fitted to readings, which 120 meets
-# as well; 3 x 3 pixels over 64 channels have 144.
-FULL_RATE_FLOPS_PER_COPIED_BYTE = 140
+FULL_RATE_FLOPS_PER_COPIED_BYTE = 200
 
 
 def convolutions_of(func: Any, args: Any, output: Any) -> Iterator[Life]:
@@ -89,7 +86,7 @@ def _layout_copies(x: Tensor, output: Tensor, weight: Tensor) -> tuple[int, ...]
     pixels = min(tensor.numel() // tensor.shape[1] for tensor in (x, output))
     flops_per_byte = 2 * pixels * weight.numel() / both
     is_pointwise = math.prod(weight.shape[2:]) == 1
-    least = POINTWISE_FLOPS_PER_COPIED_BYTE if is_pointwise else FLOPS_PER_COPIED_BYTE
+    least = FULL_RATE_FLOPS_PER_COPIED_BYTE if is_pointwise else FLOPS_PER_COPIED_BYTE
     pays = flops_per_byte >= least
     has_full_rate = flops_per_byte >= FULL_RATE_FLOPS_PER_COPIED_BYTE and not is_pointwise
     of_input = both if has_full_rate else of_output + of_weight
