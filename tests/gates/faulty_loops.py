@@ -364,57 +364,57 @@ def weights_clamped_for_nothing():
     fit(model, after=clamp)
 
 
-def codes_added_for_nothing():
+def fit_with(line):
+    """Train a model whose forward begins with a line about its inputs."""
+
     class Model(nn.Linear):
         def forward(self, inputs):
-            inputs + self.bias.mean()  # here
+            line(inputs)
             return super().forward(inputs)
 
     fit(Model(8, 5))
 
 
-def loss_divided_for_nothing():
-    def loss(logits, labels):
-        value = F.cross_entropy(logits, labels)
-        value / 2  # here
-        return value
+def inputs_added_for_nothing():
+    def line(inputs):
+        inputs + 1  # here
 
-    accumulate(loss=loss)
+    fit_with(line)
+
+
+def inputs_divided_for_nothing():
+    def line(inputs):
+        inputs / 2  # here
+
+    fit_with(line)
 
 
 def rows_normalized_for_nothing():
-    def loss(logits, labels):
-        F.normalize(logits)  # here
-        return F.cross_entropy(logits, labels)
+    def line(inputs):
+        F.normalize(inputs)  # here
 
-    fit(loss=loss)
+    fit_with(line)
 
 
 def activation_for_nothing():
-    class Model(nn.Linear):
-        def forward(self, inputs):
-            hidden = super().forward(inputs)
-            F.relu(hidden)  # here
-            return hidden
+    def line(inputs):
+        F.relu(inputs)  # here
 
-    fit(Model(8, 5))
+    fit_with(line)
 
 
 def layer_for_nothing():
-    class Model(nn.Linear):
-        def forward(self, inputs):
-            nn.Dropout(0.1)(inputs)  # here
-            return super().forward(inputs)
+    def line(inputs):
+        nn.Dropout()(inputs)  # here
 
-    fit(Model(8, 5))
+    fit_with(line)
 
 
-def logits_transposed_for_nothing():
-    def loss(logits, labels):
-        logits.transpose(0, 1)  # here
-        return F.cross_entropy(logits, labels)
+def inputs_transposed_for_nothing():
+    def line(inputs):
+        inputs.transpose(0, 1)  # here
 
-    fit(loss=loss)
+    fit_with(line)
 
 
 def best_weights_without_a_copy():
@@ -1840,8 +1840,8 @@ def filled_sum_divided_twice():
 
 FAULTY = {
     "results": [
-        weights_clamped_for_nothing, codes_added_for_nothing, loss_divided_for_nothing,
-        rows_normalized_for_nothing, logits_transposed_for_nothing, mode_named_alone,
+        weights_clamped_for_nothing, inputs_added_for_nothing, inputs_divided_for_nothing,
+        rows_normalized_for_nothing, inputs_transposed_for_nothing, mode_named_alone,
         average_kept_in_a_name, activation_for_nothing, layer_for_nothing,
         copied_into_a_dictionary,
     ],

@@ -82,5 +82,4 @@ def test_a_cadence_that_costs_more_than_the_bound_is_named_once_with_a_better_on
     assert re.search(
         r"saves have taken \d+% of the time of the steps, and overhead allows 1.00%", message
     )
-    wider = int(re.search(r"rollback_every=(\d+)", message)[1])
-    assert wider > 1
+    assert int(re.search(r"rollback_every=(\d+)", message)[1]) > 1
