@@ -216,7 +216,7 @@ def test_rows_that_belong_together_are_one_batch(tmp_path):
     assert workload.own_batch == 6
     nodes, edges = workload.batch(6)
     assert (nodes.shape, edges.shape) == ((6, 4), (2, 6))
-    with pytest.raises(IndivisibleBatch, match="its own batch of 6 alone, and 2 samples"):
+    with pytest.raises(IndivisibleBatch, match="its own batch of 6 alone, and one of 2 is"):
         workload.batch(2)
     case = Case(workload, batch_size=6)
     with pytest.raises(IndivisibleBatch, match="runs on its own batch"):
