@@ -99,9 +99,9 @@ add Sacs --into package       | did you mean 'sac'?
 add zzzz --into package       | there are memory-plan, sac, grad-accum, loss-spike
 add sac                       | --into is missing
 add memory-plan --own         | takes neither --own nor --overwrite
-add sac --into my-package     | can't import a folder called 'my-package'
-add sac --into torch/sac      | can't import a folder called 'torch'
-add sac --into json           | can't import a folder called 'json'
+add sac --into my-package     | no package of yours can be called 'my-package'
+add sac --into torch/sac      | no package of yours can be called 'torch'
+add sac --into json           | no package of yours can be called 'json'
 add sac --into file           | file is a file, and a folder must go there
 add sac --into root           | root is a project's root, not a package in it
 add sac --into hole           | hole/sac.py is a folder, and a file must go there

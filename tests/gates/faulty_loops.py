@@ -365,7 +365,7 @@ def weights_clamped_for_nothing():
 
 
 def fit_with(line):
-    """Train a model whose forward begins with a line about its inputs."""
+    """Train a model that runs a line on its inputs before its own forward."""
 
     class Model(nn.Linear):
         def forward(self, inputs):

@@ -253,11 +253,13 @@ def test_filters_of_one_channel_are_calls_of_cudnn_in_channels_last_alone(memory
 @pytest.mark.parametrize(
     ("channels", "window", "copies"),
     [
-        # Activations of 262,144 bytes and a weight of 36,864: none, both, and two and the weight.
+        # An activation has 262,144 bytes and the weight 36,864. Forward copies nothing; the
+        # gradients copy the weight and one activation, or both.
         (32, 3, [0, 299_008, 561_152]),
-        # Many channels, 1,048,576 and 589,824: both, the gradients of input and output, and all.
+        # With 1,048,576 and 589,824 bytes, forward copies the input and the weight, too, and
+        # the gradient of the input is copied in place of the weight.
         (128, 3, [1_638_400, 2_097_152, 2_686_976]),
-        # Windows of one pixel over very many channels, 8,388,608 and 4,194,304.
+        # Windows of one pixel have 8,388,608 and 4,194,304 bytes.
         (1024, 1, [0, 12_582_912, 20_971_520]),
     ],
 )

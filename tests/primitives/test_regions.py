@@ -206,5 +206,5 @@ def test_a_frozen_norm_takes_a_tensor_of_inference_mode():
         features = torch.ones(2, 4)
     block(features).sum().backward()
     assert block[1].weight.grad is not None
-    # Nor is the norm repeated where its input must not escape from a transform.
+    # A norm inside a transform is not repeated, because its input must not escape.
     torch.vmap(block)(features.clone().requires_grad_()).sum().backward()

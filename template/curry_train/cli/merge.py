@@ -78,8 +78,10 @@ def read_lock(root: Path) -> Lock | None:
             name: Base(version, zlib.decompress(base64.b64decode(packed, validate=True)))
             for name, (version, packed) in document.pop("files").items()
         }
-        # A TypeError, unless all of them are texts.
-        "".join([document["version"], document["package"] or ""] + document["techniques"])
+        names = [document[key] or "" for key in ("project", "directory", "package")]
+        texts = [document["version"], *names] + document["techniques"]
+        if not all(isinstance(one, str) for one in texts):
+            raise TypeError("a name is no text")
         return Lock(**document | {"techniques": tuple(document["techniques"]), "files": files})
     except (ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
         raise UnusableInput(

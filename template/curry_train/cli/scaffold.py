@@ -214,8 +214,7 @@ def find_target(directory: Path, version: str) -> CopyTarget:
             or names[0] in (*sys.stdlib_module_names, *NEEDED_BY_PROJECTS)
         ):
             raise UnusableInput(
-                f"Python can't import a folder called {name!r}; "
-                "--into needs a name like my_training"
+                f"no package of yours can be called {name!r}; --into needs a name like my_training"
             )
     if known.directory not in (None, inside_root):
         raise UnusableInput(

@@ -150,7 +150,7 @@ PURE = (
     "relu",
     "tanh",
 )
-# Files of layers that change nothing where their result is not used.
+# Torch's modules of layers that change nothing where their result is not used.
 PURE_LAYERS = ("torch.nn.modules.activation", "torch.nn.modules.dropout")
 LOOK = "look for the first value that is not finite: curry-train grad-flow"
 

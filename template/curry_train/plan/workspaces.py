@@ -12,10 +12,10 @@ pixel there are kernels that use tensor cores without a copy, if at a lower rate
 them with many channels alone.
 
 Larger windows over many channels run at the full rate. Forward then copies input and weight, and
-writes its output as it is: such kernels are named nhwckrsc_nchw. Those for the gradient of the
-input, nhwckrsc_nhwc, write it with channels side by side, and it is copied back. The copy of the
-weight is left out there. With it, both gradients would have workspaces of one size, of which the
-second takes the place of the first; by the readings it does not.
+writes its output in the usual layout: such kernels are named nhwckrsc_nchw. The kernels for the
+gradient of the input, nhwckrsc_nhwc, write it with channels side by side, and it is copied back.
+Their copy of the weight is not counted. With it, the workspaces of both gradients would have the
+same size, and the second call would reuse the memory of the first, which the readings contradict.
 
 With `torch.backends.cudnn.benchmark`, the first call of each shape tries all algorithms, after
 which torch gives its whole cache back. What the later steps reserve depends on that.
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ..core.measure import Life
 
-# What cuDNN computes: the output, the gradient of the input, and that of the weight.
+# cuDNN computes the output, the gradient of the input, and that of the weight.
 CALLS = ("forward", "input", "weight")
 ALIGNMENT_BYTES = 16
 # Others have no tensor cores for convolutions.

@@ -194,11 +194,10 @@ def run_checkpointed(
         _end_hooks(error)
         raise
     mark_returned_once(output)
-    found = tensors_in(output)
+    found = [*tensors_in(output)]
+    has_gradients = all(one.requires_grad for one in found if one.is_floating_point())
     # Without a tensor, the output is in a container that the block was given.
-    if options.use_reentrant and max(
-        (one.is_floating_point() > one.requires_grad for one in found), default=True
-    ):
+    if options.use_reentrant and not (found and has_gradients):
         raise ValueError(
             f"{type(modules[0]).__name__ if modules else run} returns a tensor inside a container, "
             "and with use_reentrant=True its gradient would be lost; leave use_reentrant at False"

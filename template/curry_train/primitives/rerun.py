@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
 def function_modes() -> list[TorchFunctionMode]:
-    """Return the active function modes, such as `with torch.device(...)`, but those of one run."""
+    """Return the active function modes, as of `with torch.device(...)`, that outlast a block."""
     modes = _get_current_function_mode_stack()
     return [mode for mode in modes if not hasattr(mode, "ends_with_run")]
 
@@ -150,7 +150,7 @@ class BlockState:
             self.states[module] = state = SimpleNamespace(
                 held=(parameters, buffers, attributes),
                 versions={},
-                # Containers, and tensors that the call writes in place, as they were before it.
+                # Containers and tensors that the call may change, as they were before it.
                 originals={},
             )
             may_be_written = buffers.copy()

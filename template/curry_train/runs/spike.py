@@ -71,7 +71,7 @@ class SpikeWatchdog(Stateful):
 
     STATE = ("_accepted", "_suspects", "_began", "_reported")
 
-    def __init__(self, config: Any = None) -> None:
+    def __init__(self, config: SpikeConfig | Mapping[str, Any] | None = None) -> None:
         # The configuration, or a mapping of its keys.
         self.config = read_fields(SpikeConfig, config or {}, inside="spike")
         # Steps with their losses, in lists, as JSON has them.

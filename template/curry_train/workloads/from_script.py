@@ -586,7 +586,7 @@ def _training_of(
 def _is_held(script: RunningScript, root: nn.Module) -> bool:
     """Return whether the script still holds what the module returned, or a view of it.
 
-    The record is left out, so this comes last.
+    It clears the script's record, so call it last.
     """
     returned = [
         weakref.ref(one.untyped_storage() if one.layout is torch.strided else one)
