@@ -17,16 +17,16 @@ def accumulation(trace: Trace) -> Faults:
     is_known = False
     for window in trace.windows:
         for call in window.calls:
-            yield from _wrong_alone(call, window)
-        yield from _same_batch(window)
-        for several in _microbatches(trace, window):
-            columns = _columns(several)
+            yield from _find_faults_of_one_call(call, window)
+        yield from _find_same_batch(window)
+        for several in _group_microbatches(trace, window):
+            columns = _align_terms(several)
             is_known |= bool(columns)
-            yield from _unequal(several, columns, window)
+            yield from _find_unequal_weights(several, columns, window)
     for several in grouped((call for window in trace.windows for call in window.calls), "lines"):
-        yield from _divided_by_masked(several)
+        yield from _find_division_by_masked(several)
         faults = [
-            [*_divided_for_nothing(call, window)]
+            [*_find_needless_division(call, window)]
             for window in trace.windows
             for call in window.calls
             if call in several
@@ -34,12 +34,12 @@ def accumulation(trace: Trace) -> Faults:
         if len(faults) > 1 and all(faults):
             yield from faults[0]
     for windows in trace.by_optimizer:
-        yield from _short_first(windows)
+        yield from _find_early_first_step(windows)
     if not is_known:
         raise NotApplicable("no window has several microbatches whose loss can be read")
 
 
-def _short_first(windows: Sequence[Step]) -> Faults:
+def _find_early_first_step(windows: Sequence[Step]) -> Faults:
     """Find a first step that comes before the microbatches that its loss is divided by."""
     first, number, again, *_ = [*(len(window.calls) for window in windows[:3]), 0, 0]
     divisors = [by for call in windows[0].calls for term in call.terms for by in term.divisors]
@@ -52,7 +52,7 @@ def _short_first(windows: Sequence[Step]) -> Faults:
         )
 
 
-def _wrong_alone(call: Backward, window: Step) -> Faults:
+def _find_faults_of_one_call(call: Backward, window: Step) -> Faults:
     if call.is_second and not window.is_clean(call):
         hint = "call backward once on each loss; a running total of losses has the earlier ones too"
         yield call, "the same loss a second time", hint
@@ -61,10 +61,10 @@ def _wrong_alone(call: Backward, window: Step) -> Faults:
     for term in call.terms:
         # A mask of samples chooses among them, as that of labels of which a model is sure.
         if term.num_masked and term.name != "Sum" and term.num_terms > samples:
-            yield _mean_over_masked(call, term)
+            yield _describe_mean_over_masked(call, term)
 
 
-def _mean_over_masked(call: Backward, term: Term) -> Fault:
+def _describe_mean_over_masked(call: Backward, term: Term) -> Fault:
     return (
         call,
         f"a mean over {term.num_terms:.0f} terms, of which {term.num_masked} are masked",
@@ -72,9 +72,9 @@ def _mean_over_masked(call: Backward, term: Term) -> Fault:
     )
 
 
-def _divided_by_masked(calls: Sequence[Backward]) -> Faults:
+def _find_division_by_masked(calls: Sequence[Backward]) -> Faults:
     """Find sums of a line that are divided by all their terms, also by those that are masked."""
-    for column in _columns(calls):
+    for column in _align_terms(calls):
         masked = [term.num_masked for term in column]
         is_all = all(
             any(abs(by - term.num_terms - term.num_masked) < 0.5 for by in term.divisors)
@@ -83,10 +83,10 @@ def _divided_by_masked(calls: Sequence[Backward]) -> Faults:
         # The count of a window, or of all ranks, may be that of one microbatch by chance.
         if is_all and len(set(masked)) > 1:
             at = masked.index(max(masked))
-            yield _mean_over_masked(calls[at], column[at])
+            yield _describe_mean_over_masked(calls[at], column[at])
 
 
-def _same_batch(window: Step) -> Faults:
+def _find_same_batch(window: Step) -> Faults:
     """Find backward calls of one line that add up gradients of the same batch."""
     forwards = window.forwards
     calls = window.calls
@@ -103,7 +103,7 @@ def _same_batch(window: Step) -> Faults:
         yield forwards[1], "the microbatches of a step are the same", hint
 
 
-def _microbatches(trace: Trace, window: Step) -> Iterator[list[Backward]]:
+def _group_microbatches(trace: Trace, window: Step) -> Iterator[list[Backward]]:
     """Yield backward calls of the same lines that have a batch each."""
     digests = [one.digests for one in window.forwards]
     loaders = [
@@ -128,7 +128,7 @@ def _microbatches(trace: Trace, window: Step) -> Iterator[list[Backward]]:
             yield several
 
 
-def _columns(calls: Sequence[Backward]) -> list[list[Term]]:
+def _align_terms(calls: Sequence[Backward]) -> list[list[Term]]:
     """Return for each part of the loss what it was in each call; nothing if calls differ."""
     if len({tuple((term.name, term.reduction) for term in call.terms) for call in calls}) > 1:
         return []
@@ -143,7 +143,7 @@ def totals(calls: Sequence[Backward]) -> list[float]:
     # Microbatches may have a line each, as with and without sync.
     for of_line in several[-1:] if len(several) < 2 else [several[-1], calls]:
         by_name = defaultdict[str, float](float)
-        for column in _columns(of_line):
+        for column in _align_terms(of_line):
             if column[0].reduction == "mean" or max(column[0].divisors, default=0) > 1:
                 found.append(sum(term.strength for term in column))
                 by_name[column[0].name] += found[-1]
@@ -152,7 +152,9 @@ def totals(calls: Sequence[Backward]) -> list[float]:
     return found
 
 
-def _unequal(calls: Sequence[Backward], columns: Sequence[Sequence[Term]], window: Step) -> Faults:
+def _find_unequal_weights(
+    calls: Sequence[Backward], columns: Sequence[Sequence[Term]], window: Step
+) -> Faults:
     begin = calls[0]
     # The loop may divide gradients in place of losses.
     factor = window.factor or 1.0
@@ -177,7 +179,7 @@ def _unequal(calls: Sequence[Backward], columns: Sequence[Sequence[Term]], windo
         # others where they divide by the terms of all.
         is_certain = (is_alone and first.name != "Sum") or min(weights) > 1 - TOLERANCE
         is_certain &= abs(of_weights - 1) > TOLERANCE
-        is_certain &= _is_weighted_alike(column)
+        is_certain &= _have_one_factor(column)
         # A mean times the samples of its microbatch is meant as the sum over them.
         num_samples = window.num_samples / number
         is_certain &= not any(round(by * num_samples) == 1 for by in first.divisors)
@@ -208,7 +210,7 @@ def _unequal(calls: Sequence[Backward], columns: Sequence[Sequence[Term]], windo
     for column in columns:
         weights = [abs(term.weight) for term in column]
         spread = max(weights) / min(weights)
-        if spread > 1 + TOLERANCE and _is_weighted_alike(column):
+        if spread > 1 + TOLERANCE and _have_one_factor(column):
             yield (
                 begin,
                 f"a term of one microbatch weighs {spread:.3g} times that of another",
@@ -216,7 +218,7 @@ def _unequal(calls: Sequence[Backward], columns: Sequence[Sequence[Term]], windo
             )
 
 
-def _is_weighted_alike(column: Sequence[Term]) -> bool:
+def _have_one_factor(column: Sequence[Term]) -> bool:
     """Return whether a part has one factor of the user's in all microbatches, as none."""
     # Besides what counts terms or microbatches.
     factors = [
@@ -226,7 +228,7 @@ def _is_weighted_alike(column: Sequence[Term]) -> bool:
     return max(factors) - min(factors) <= TOLERANCE * abs(factors[0])
 
 
-def _divided_for_nothing(call: Backward, window: Step) -> Faults:
+def _find_needless_division(call: Backward, window: Step) -> Faults:
     """Find the one loss of a step that is a mean, and is divided again."""
     if len(window.calls) > 1 or len(call.terms) != 1:
         return

@@ -47,17 +47,17 @@ def targets(trace: Trace) -> Faults:
     for one in found:
         is_other = one.may_be_shifted and one.model not in trace.sees_last
         sees_all = is_other or one.model in known.union(trace.sees_all)
-        for measured, hint in _wrong_tokens(one, sees_all):
+        for measured, hint in _find_wrong_tokens(one, sees_all):
             yield one, measured, hint
     fillers = Counter((one.place, one.filler) for one in found)
     for (place, filler), number in fillers.items():
         if filler is not None and number >= FEWEST_STEPS:
             hint = f"set labels of padding to -100, or ignore_index={filler}"
             yield place, f"the targets {filler}, which are padding, count", hint
-    yield from _labels(trace, trace.of(LossCall))
+    yield from _find_wrong_labels(trace, trace.of(LossCall))
 
 
-def _wrong_tokens(targets: Targets, sees_all: bool) -> Doubts:
+def _find_wrong_tokens(targets: Targets, sees_all: bool) -> Doubts:
     """Find targets that are the tokens of the model's input, or other ones than the next."""
     same = targets.same_as_input
     # A model that sees all tokens does not predict the next one.
@@ -73,7 +73,7 @@ def _wrong_tokens(targets: Targets, sees_all: bool) -> Doubts:
         yield "targets count where the attention mask is 0", hint
 
 
-def _labels(trace: Trace, calls: Sequence[LossCall]) -> Faults:
+def _find_wrong_labels(trace: Trace, calls: Sequence[LossCall]) -> Faults:
     """Labels of the data are several, in each batch, and not among the inputs."""
     for of_line in grouped(calls, "lines"):
         columns = frozenset.intersection(*(call.columns or frozenset() for call in of_line))
@@ -105,7 +105,7 @@ def mode(trace: Trace) -> Faults:
     """The model is in training mode in forward passes that are trained on, and only there."""
     # One of several models may be in eval mode from the start on purpose, as a frozen BatchNorm.
     in_training = {one.module for one in trace.trained_forwards if one.training}
-    evaluated = {*_evaluated(trace)}
+    evaluated = {*_find_evaluations(trace)}
     # An evaluation in every step belongs to the step, as where it makes targets.
     is_part = len(trace.windows) >= FEWEST_STEPS and all(
         evaluated.intersection(window.events) for window in trace.windows
@@ -128,7 +128,7 @@ def mode(trace: Trace) -> Faults:
             yield one, "an evaluation in training mode", hint
 
 
-def _evaluated(trace: Trace) -> Iterator[Forward]:
+def _find_evaluations(trace: Trace) -> Iterator[Forward]:
     """Yield the forward passes of an evaluation that are in training mode."""
     # Digests of batches from loaders for evaluation: no model was trained on any of them.
     loaders = {one.loader for one in trace.trained_fetches}
@@ -155,7 +155,8 @@ def untrained(trace: Trace) -> Faults:
     for window in trace.windows:
         for one in {event.module: event for event in window.of(Forward)}.values():
             is_trained = any(
-                own.requires_grad and own in trace.held for own in one.module.parameters()
+                own.requires_grad and own in trace.held_parameters
+                for own in one.module.parameters()
             )
             if one.training and not (one.is_trained_on or is_trained):
                 found.append(one)
@@ -167,13 +168,13 @@ def untrained(trace: Trace) -> Faults:
             and depends_on_mode(forwards[0].module)
         ):
             yield forwards[0], UNTRAINED, CALL_EVAL
-    for part, before in {*trace.frozen.values()}:
+    for part, before in {*trace.frozen_parts.values()}:
         own = [*part.parameters()]
         # A teacher that is an average of its student moves.
         is_frozen = sum_of_small(own) == before
-        is_frozen &= (trace.held | trace.with_gradient).isdisjoint(own)
-        if is_frozen and part not in trace.ran[True] and depends_on_mode(part):
-            yield trace.made.get(part, trace.ran[False][part]), UNTRAINED, CALL_EVAL
+        is_frozen &= (trace.held_parameters | trace.with_gradient).isdisjoint(own)
+        if is_frozen and part not in trace.modules_run[True] and depends_on_mode(part):
+            yield trace.causes.get(part, trace.modules_run[False][part]), UNTRAINED, CALL_EVAL
 
 
 def without_statistics(trace: Trace) -> Faults:
@@ -211,7 +212,7 @@ def data(trace: Trace) -> Faults:
         first = several[0]
         # Inputs that the loop has augmented are known by their targets.
         if any(fetch.is_used or fetch in trace.trained_fetches for fetch in several):
-            yield from _epochs(several, trace)
+            yield from _compare_epochs(several, trace)
         # A part whose labels are used means that the whole dataset is read without its labels.
         parts = {
             id(getattr(one.loader.dataset, "dataset", None)): one.is_used
@@ -337,7 +338,7 @@ def shuffled_apart(trace: Trace) -> Faults:
             yield kept[0], "a state of other samples is kept, as the data is shuffled", hint
 
 
-def _epochs(fetches: Sequence[Fetch], trace: Trace) -> Faults:
+def _compare_epochs(fetches: Sequence[Fetch], trace: Trace) -> Faults:
     """Find batches that repeat within an epoch, and epochs of the same order."""
     full = [fetch for fetch in fetches if fetch.digests]
     epochs = grouped(full, "epoch")

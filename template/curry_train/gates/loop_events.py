@@ -260,8 +260,8 @@ class Step(Stepping, Events):
     versions: Versions
     # Numbers that are linear in a gradient: after the last backward call, and before clipping,
     # unscaling and the step. The factor between them; None if the loop has not only multiplied it.
-    made: float
-    used: float
+    made_gradient: float
+    used_gradient: float
     factor: float | None
     # Parameters that changed; None where there are too many.
     moved: frozenset[Tensor] | None
@@ -299,7 +299,8 @@ class Step(Stepping, Events):
         self.all_calls = [
             one
             for one in calls
-            if one.reached & self.own or (one.lines in lines and one.reached.isdisjoint(trace.held))
+            if one.reached & self.own
+            or (one.lines in lines and one.reached.isdisjoint(trace.held_parameters))
         ]
         self.forwards = [one for one in self.of(Forward) if one.is_trained_on]
         self.zeros = [one for one in self.of(Zero) if one.parameters & self.own and not one.in_step]
@@ -396,7 +397,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [one for one in leaves_of(value).values() if isinstance(one, Tensor)]
 
 
-class Called:
+class TorchCall:
     """A call of torch's that the loop makes, with its arguments, and its result once it is made."""
 
     def __init__(self, function: Call, /, *args: Any, **options: Any) -> None:
@@ -458,7 +459,7 @@ class Trace(Events, Blank):
     last: dict[type[Event], Any]
     optimizers: list[Optimizer]
     # The call that made an optimizer, and the one that last set the mode of a module.
-    made: WeakKeyDictionary[Any, Event]
+    causes: WeakKeyDictionary[Any, Event]
     # The settings that the groups of an optimizer were made with, by their names.
     groups: WeakKeyDictionary[Optimizer, dict[str, list[Any]]]
     # Trained modules that were called with gradients, inside of no other one.
@@ -466,7 +467,7 @@ class Trace(Events, Blank):
     names: dict[Tensor, str]
     # Parts of models that ran in training mode without gradients: the outermost one that has it,
     # and a digest of its parameters then.
-    frozen: dict[nn.Module, tuple[nn.Module, float]]
+    frozen_parts: dict[nn.Module, tuple[nn.Module, float]]
     # Models whose outputs change with later tokens.
     sees_all: list[nn.Module]
     # Models whose last output changes with the last token.
@@ -474,13 +475,13 @@ class Trace(Events, Blank):
     # Parameters that have had a gradient.
     with_gradient: set[Tensor]
     # Leaves with a gradient that may be in no module, described.
-    living: dict[Tensor, str]
+    lone_leaves: dict[Tensor, str]
     # Where schedules were made, their optimizers, and the lines of the call.
     schedules: list[tuple[str, Optimizer, str]]
     # Files whose functions led to a step.
     files: set[str]
     # A line that may train more, and did not run.
-    later: str
+    unreached_line: str
 
     # The following attributes are used while the loop runs.
 
@@ -490,20 +491,20 @@ class Trace(Events, Blank):
     depth: int
     step_depth: int
     # The last batch of each loader.
-    fetched: dict[DataLoader[Any], Fetch]
+    last_fetches: dict[DataLoader[Any], Fetch]
     # Parameters by the address of their values, each with the line that made its optimizer.
-    stepped: dict[int, tuple[Tensor, str]]
+    optimizer_by_address: dict[int, tuple[Tensor, str]]
     # Parameters behind tensors that the user's code detaches, by the place.
-    cut: dict[str, set[Tensor]]
+    behind_detach: dict[str, set[Tensor]]
     # Samples of distributions to which they pass no gradient on: the place.
-    drawn: WeakIdKeyDictionary
+    samples_without_gradient: WeakIdKeyDictionary
     # Models that were run again.
-    probed: list[nn.Module]
+    probed_models: list[nn.Module]
 
     def __init__(self) -> None:
         super().__init__()
         # Modules that ran, and where, by whether torch recorded gradients.
-        self.ran = defaultdict[bool, dict[nn.Module, str]](dict)
+        self.modules_run = defaultdict[bool, dict[nn.Module, str]](dict)
         # Faults that are seen at once, by the check.
         self.faults = defaultdict[str, list[Fault]](list)
         # By the place and the text of a fault: the values with which it was seen.
@@ -511,7 +512,7 @@ class Trace(Events, Blank):
         # The error that ended the loop, if one did.
         self.error: Exception | None = None
         # The call of the last forward pass, while it is recorded.
-        self.given = Called(list)
+        self.model_call = TorchCall(list)
 
     @property
     def num_steps_made(self) -> int:
@@ -541,7 +542,7 @@ class Trace(Events, Blank):
 
     def optimizer_of(self, one: Tensor) -> str:
         """Return where the optimizer was made that has stepped a tensor, or nothing."""
-        own, place = self.stepped.get(one.data_ptr(), (one, ""))
+        own, place = self.optimizer_by_address.get(one.data_ptr(), (one, ""))
         # The memory may be another one's now.
         return place if own.is_set_to(one) else ""
 
@@ -556,7 +557,7 @@ class Trace(Events, Blank):
 
     def named(self, parameters: Iterable[Tensor]) -> str:
         """Return the names of some parameters, in a few words."""
-        names = self.living | self.names
+        names = self.lone_leaves | self.names
         return some_of(sorted({names.get(one, "?") for one in parameters}), MOST_NAMES)
 
     # All that follows is known once all events are there.
@@ -566,14 +567,14 @@ class Trace(Events, Blank):
         return places_with(pattern, [*self.files, *users_files()])
 
     @cached_property
-    def held(self) -> set[Tensor]:
+    def held_parameters(self) -> set[Tensor]:
         """The parameters that optimizers hold."""
         return set[Tensor]().union(*map(parameters_of, self.optimizers))
 
     @cached_property
-    def idle(self) -> set[Tensor]:
+    def idle_parameters(self) -> set[Tensor]:
         """The parameters in optimizers that have never had a gradient."""
-        return self.held - self.with_gradient
+        return self.held_parameters - self.with_gradient
 
     @cached_property
     def trained_forwards(self) -> list[Forward]:

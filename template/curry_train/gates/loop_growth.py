@@ -53,10 +53,10 @@ class Growth(Blank):
         if is_late or num_steps < FIRST_STEP or num_steps <= self.num_steps:
             return
         objects = gc.get_objects()
-        num_nodes = len(nodes_behind(*_with_graphs(objects)))
+        num_nodes = len(nodes_behind(*_select_with_graphs(objects)))
         # A dictionary of arrays alone is not tracked.
         objects += gc.get_referents(*(one for one in objects if type(one) in HOLDERS))
-        objects += [one for _, one, _ in _variables()]
+        objects += [one for _, one, _ in _iterate_variables()]
         containers = {
             id(one): one
             for one in objects
@@ -79,23 +79,23 @@ class Growth(Blank):
             if self.sizes.pop(0, 0):
                 # Not of what waits to be collected.
                 gc.collect()
-                graphs = _with_graphs(gc.get_objects())
+                graphs = _select_with_graphs(gc.get_objects())
                 if len(nodes_behind(*graphs)) > before[0]:
-                    holders = _containers_of(graphs)
+                    holders = _find_containers(graphs)
                     # A container may be kept in another one.
-                    kept = [*holders, *_containers_of(holders), *graphs]
-                    lines = (_line_that_keeps(one, is_emptied=True) for one in kept)
+                    kept = [*holders, *_find_containers(holders), *graphs]
+                    lines = (_find_keeping_line(one, is_emptied=True) for one in kept)
                     self.graphs = [next(filter(None, lines), "")]
             for key, size in self.sizes.items():
                 one = containers[key]
-                measured = _description(one, (size - self.first[key]) / FEWEST_INTERVALS)
-                if place := _line_that_registers(one):
+                measured = _describe_growth(one, (size - self.first[key]) / FEWEST_INTERVALS)
+                if place := _find_registering_line(one):
                     found[key] = place, "registers a hook in each step that is never removed"
-                elif measured and (place := _line_that_keeps(one)):
+                elif measured and (place := _find_keeping_line(one)):
                     found[key] = place, measured
 
 
-def _line_that_registers(container: Any) -> str | None:
+def _find_registering_line(container: Any) -> str | None:
     """Return the line of the user's that registers hooks, if the newest one is the user's own."""
     newest = [*container.values()][-1] if type(container) is OrderedDict else None
     name = getattr(newest, "__name__", "").strip("<>")
@@ -105,7 +105,7 @@ def _line_that_registers(container: Any) -> str | None:
     return places[0] if is_users and places else None
 
 
-def _description(container: Any, num_entries: float) -> str:
+def _describe_growth(container: Any, num_entries: float) -> str:
     """Describe what a container keeps in each step; nothing if that is little."""
     values = list(container.values() if isinstance(container, dict) else container)
     newest = tree_leaves(values[-1:])
@@ -130,24 +130,24 @@ def _description(container: Any, num_entries: float) -> str:
     )
 
 
-def _with_graphs(objects: Iterable[Any]) -> list[Tensor]:
+def _select_with_graphs(objects: Iterable[Any]) -> list[Tensor]:
     return [one for one in objects if issubclass(type(one), Tensor) and one.grad_fn is not None]
 
 
-def _containers_of(objects: list[Any]) -> list[Any]:
+def _find_containers(objects: list[Any]) -> list[Any]:
     return [one for one in gc.get_referrers(*objects) if type(one) in CONTAINERS]
 
 
-def _line_that_keeps(container: Any, *, is_emptied: bool = False) -> str | None:
+def _find_keeping_line(container: Any, *, is_emptied: bool = False) -> str | None:
     """Return the line of the user's that adds to a container; nothing where one empties it.
 
     What begins anew in each epoch is known to keep graphs where these are too many.
     """
-    lines = (_line_that_adds_to(name, code, is_emptied) for name, code in _names(container))
+    lines = (_find_adding_line(name, code, is_emptied) for name, code in _iterate_names(container))
     return next((line for line in lines if line is not None), None)
 
 
-def _variables() -> Iterator[tuple[str, Any, Any]]:
+def _iterate_variables() -> Iterator[tuple[str, Any, Any]]:
     """Yield the names of the user's variables, with their values and the code that has them."""
     for frame in users_frames():
         own = frame.f_locals
@@ -157,9 +157,9 @@ def _variables() -> Iterator[tuple[str, Any, Any]]:
             own.clear()
 
 
-def _names(container: Any) -> Iterator[tuple[str, Any]]:
+def _iterate_names(container: Any) -> Iterator[tuple[str, Any]]:
     """Yield the names of a container, of variables with their code, attributes and cells."""
-    yield from [(name, code) for name, one, code in _variables() if one is container]
+    yield from [(name, code) for name, one, code in _iterate_variables() if one is container]
     for one in gc.get_referrers(container):
         attributes = one if isinstance(one, dict) else getattr(one, "__dict__", {})
         yield from [(k, None) for k, v in attributes.items() if v is container and type(k) is str]
@@ -168,7 +168,7 @@ def _names(container: Any) -> Iterator[tuple[str, Any]]:
             yield from [(name, None) for name, cell in cells if cell is one]
 
 
-def _line_that_adds_to(name: str, code: Any, is_emptied: bool) -> str | None:
+def _find_adding_line(name: str, code: Any, is_emptied: bool) -> str | None:
     """Return the line that adds to a container, from which none of its file takes anything out."""
     word = rf"\b{re.escape(name)}\b"
     adds = re.compile(

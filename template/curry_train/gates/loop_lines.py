@@ -55,7 +55,7 @@ def users_text(num_lines: int = 1) -> str:
 
 
 @functools.cache
-def _instruction_after(code: Any, offset: int) -> Any:
+def _next_instruction(code: Any, offset: int) -> Any:
     return next(one for one in dis.get_instructions(code) if one.offset > offset)
 
 
@@ -64,14 +64,15 @@ def loses(frame: Any) -> bool:
     file = frame.f_code.co_filename
     if file.startswith(LIBRARIES):
         return False
-    after = _instruction_after(frame.f_code, frame.f_lasti)
+    after = _next_instruction(frame.f_code, frame.f_lasti)
     return after.opname == "POP_TOP" or (
-        after.opname.startswith("STORE_") and (frame.f_lineno, after.argval) in _lost_in_loops(file)
+        after.opname.startswith("STORE_")
+        and (frame.f_lineno, after.argval) in _find_unused_loop_variables(file)
     )
 
 
 @functools.cache
-def _nodes(file: str) -> list[ast.AST]:
+def _parse_nodes(file: str) -> list[ast.AST]:
     """Return the nodes of a file of Python; code may come from a file of another kind."""
     with contextlib.suppress(SyntaxError):
         return [*ast.walk(ast.parse("".join(linecache.getlines(file))))]
@@ -79,10 +80,10 @@ def _nodes(file: str) -> list[ast.AST]:
 
 
 @functools.cache
-def _lost_in_loops(file: str) -> set[tuple[int, str]]:
+def _find_unused_loop_variables(file: str) -> set[tuple[int, str]]:
     """Return lines that set the variable of a loop, which the rest of its body does not name."""
     found = set[tuple[int, str]]()
-    for loop in _nodes(file):
+    for loop in _parse_nodes(file):
         if isinstance(loop, ast.For):
             for number, one in enumerate(loop.body, 1):
                 match one:
@@ -103,7 +104,7 @@ def mistakes(code: Any) -> Iterator[tuple[str, str, str, str]]:
     lines = linecache.getlines(code.co_filename)
     own = {number for _, _, number in code.co_lines()}
     ends = dict[ast.AST, int | None]()
-    for one in _nodes(code.co_filename):
+    for one in _parse_nodes(code.co_filename):
         place = place_of(code.co_filename, getattr(one, "lineno", 0))
         match one:
             case ast.Expr(ast.Attribute(attr=name)) if name in METHODS and one.lineno in own:

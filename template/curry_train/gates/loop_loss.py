@@ -106,24 +106,24 @@ def term_of_call(name: str, options: Mapping[str, Any]) -> tuple[Term, dict[str,
             class_weight = float(options["weight"][counted].mean())
     elif name == "cross_entropy":
         num_terms = target.numel() // target.shape[1] if target.dim() > 1 else 1
-    wrong_targets = [*_wrong_targets(name, given, target)]
+    wrong_targets = [*_doubt_targets(name, given, target)]
     if name in ("cross_entropy", "nll_loss"):
         smoothing = float(options.get("label_smoothing", 0))
         # A sum may be that of a part of the positions, such as those of a prompt.
         is_ignored = not num_terms and reduction != "sum"
-        wrong_targets += _wrong_classes(target.detach(), is_ignored, smoothing)
-        wrong_targets += _own_pairs(given.detach(), target)
+        wrong_targets += _doubt_classes(target.detach(), is_ignored, smoothing)
+        wrong_targets += _doubt_own_pairs(given.detach(), target)
     elif name == "ctc_loss":
-        wrong_targets += _wrong_labels(**options)
+        wrong_targets += _doubt_labels(**options)
     width = given.shape[-1] if name in ON_VALUES and given.dim() > 1 else 1
-    node = _source(given.grad_fn)
+    node = _skip_shape_nodes(given.grad_fn)
     added = node._saved_self_sym_sizes if operation(node) == "Sum" else ()
     num_added = math.prod(added) // max(1, given.numel())
     term = Term(name, reduction, num_terms, 1.0, (), 0, width, class_weight, num_added)
-    return term, {"logits": _wrong_inputs(name, given, target), "targets": wrong_targets}
+    return term, {"logits": _doubt_inputs(name, given, target), "targets": wrong_targets}
 
 
-def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Doubts:
+def _doubt_inputs(name: str, given: Tensor, target: Tensor) -> Doubts:
     """Find inputs that are no logits or log-probabilities, or of another shape than targets."""
     made = made_by(given, "LogSoftmax" if name == "nll_loss" else "")
     values = given.detach()
@@ -162,7 +162,7 @@ def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Doubts:
 RANGES = {"Tanh": (-1.0, 1.0), "Sigmoid": (0.0, 1.0), "Relu": (0.0, math.inf)}
 
 
-def _wrong_targets(name: str, given: Tensor, target: Tensor) -> Doubts:
+def _doubt_targets(name: str, given: Tensor, target: Tensor) -> Doubts:
     """Find targets that the values before a loss can't have, and that have a gradient."""
     is_binary = name.startswith("binary")
     if target.is_floating_point() and (is_binary or name in ON_VALUES):
@@ -179,8 +179,8 @@ def _wrong_targets(name: str, given: Tensor, target: Tensor) -> Doubts:
     # A number and a share of what the model gave, on either side of the loss. Without a factor it
     # may be the output of a residual network.
     is_sum = name in ON_VALUES and any(
-        operation(node) == "Add" and {"", "Mul"} == {*map(operation, _inputs(node))}
-        for node in (_source(one.grad_fn) for one in (given, target))
+        operation(node) == "Add" and {"", "Mul"} == {*map(operation, _input_nodes(node))}
+        for node in (_skip_shape_nodes(one.grad_fn) for one in (given, target))
     )
     # The targets come from another model, as a teacher that is trained by mistake. Where they come
     # from the trained model on purpose, the input has no gradient.
@@ -197,7 +197,7 @@ def _wrong_targets(name: str, given: Tensor, target: Tensor) -> Doubts:
         yield "the targets have a gradient", "compute them under torch.no_grad(), or detach them"
 
 
-def _wrong_classes(target: Tensor, is_ignored: bool, smoothing: float) -> Doubts:
+def _doubt_classes(target: Tensor, is_ignored: bool, smoothing: float) -> Doubts:
     """Find targets that are several classes, smoothed away, or ignored."""
     if target.is_floating_point() and target.dim() > 1:
         is_whole = ((target == 0) | (target == 1)).all()
@@ -210,7 +210,7 @@ def _wrong_classes(target: Tensor, is_ignored: bool, smoothing: float) -> Doubts
         yield "no target counts: all have the ignored index", "look at how labels are made"
 
 
-def _wrong_labels(
+def _doubt_labels(
     *, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int, **options: Any
 ) -> Doubts:
     """Find labels of ctc_loss that it can't give."""
@@ -225,7 +225,7 @@ def _wrong_labels(
         yield "most samples have fewer frames than labels", hint
 
 
-def _own_pairs(given: Tensor, target: Tensor) -> Doubts:
+def _doubt_own_pairs(given: Tensor, target: Tensor) -> Doubts:
     """Find similarities of samples among which is that of each sample with itself."""
     if target.dim() != 1 or given.shape != 2 * target.shape or len(target) < 3:
         return
@@ -260,7 +260,7 @@ def operation(node: Any) -> str:
     return re.sub(r"Backward\d*$", "", node.name()) if node else ""
 
 
-def _inputs(node: Any) -> list[Any]:
+def _input_nodes(node: Any) -> list[Any]:
     """Return the nodes that made the inputs of a node, and None for those without a gradient."""
     return [one for one, _ in node.next_functions]
 
@@ -272,7 +272,7 @@ def nodes_behind(*tensors: Tensor) -> set[Any]:
         node = left.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            left += _inputs(node)
+            left += _input_nodes(node)
     return seen
 
 
@@ -284,13 +284,13 @@ def leaves(tensor: Tensor) -> list[Tensor]:
 
 def made_by(tensor: Tensor, *others: str) -> str:
     """Return the operation that computed the values of a tensor, before these others."""
-    return operation(_source(tensor.grad_fn, *others))
+    return operation(_skip_shape_nodes(tensor.grad_fn, *others))
 
 
-def _source(node: Any, *others: str) -> Any:
+def _skip_shape_nodes(node: Any, *others: str) -> Any:
     """Return the node before those of shapes, and of these other operations."""
     while operation(node) in (*SHAPE_ONLY, *others) and node:
-        node = _inputs(node)[0]
+        node = _input_nodes(node)[0]
     return node
 
 
@@ -325,7 +325,7 @@ def num_left_out(logits: Tensor, dim: int) -> int:
             size = node._saved_self_sym_sizes[dim]
             # Negative numbers are shown without their sign.
             number += (node._saved_start + size) % 2**64 % size
-        node = _inputs(node)[0] if name in (*SHAPE_ONLY, "LogSoftmax") else None
+        node = _input_nodes(node)[0] if name in (*SHAPE_ONLY, "LogSoftmax") else None
     return 0
 
 
@@ -351,9 +351,9 @@ def terms_of(loss: Tensor) -> tuple[list[Term], list[Added], float, bool]:
         if SCALE in notes:
             scale = notes[SCALE]
             factor /= scale
-        inner = None if TERM in notes else _inside(node)
+        inner = None if TERM in notes else _expand_sum(node)
         if inner is None:
-            found.append(_term(node, factor, divisors))
+            found.append(_read_term(node, factor, divisors))
             # A parameter's own node stays from step to step.
             if not operation(node).endswith("AccumulateGrad"):
                 is_second |= READ in notes
@@ -369,9 +369,9 @@ def terms_of(loss: Tensor) -> tuple[list[Term], list[Added], float, bool]:
     return found, added, scale, is_second
 
 
-def _inside(node: Any) -> list[tuple[Any, float]] | None:
+def _expand_sum(node: Any) -> list[tuple[Any, float]] | None:
     """Return the nodes whose weighted sum a node is, if it is one."""
-    name, inputs = operation(node), _inputs(node)
+    name, inputs = operation(node), _input_nodes(node)
     own = [*filter(None, inputs)]
     alpha = float(getattr(node, "_saved_alpha", 1.0))
     by: float | None = None
@@ -379,7 +379,7 @@ def _inside(node: Any) -> list[tuple[Any, float]] | None:
         weights = (1.0, alpha if name == "Add" else -alpha)
         return [(one, by) for one, by in zip(inputs, weights, strict=True) if one]
     if name in ("Mean", "Sum") and operation(own[0]) == "Stack":
-        inputs = _inputs(own[0])
+        inputs = _input_nodes(own[0])
         own = [*filter(None, inputs)]
         # Scalars alone: of others each would be a sum itself.
         if math.prod(node._saved_self_sym_sizes) == len(inputs):
@@ -389,7 +389,7 @@ def _inside(node: Any) -> list[tuple[Any, float]] | None:
             by = -alpha
         elif name in SHAPE_ONLY:
             by = 1.0
-        elif name in ("Mul", "Div") and (number := _constant(node)):
+        elif name in ("Mul", "Div") and (number := _read_constant(node)):
             by = 1 / number if name == "Div" else number
     return None if by is None else [(one, by) for one in own]
 
@@ -403,15 +403,15 @@ def wrong_divergences(loss: Tensor) -> Iterator[tuple[str, str, str, str]]:
     left: list[tuple[Any, float]] = [(loss.grad_fn, 1.0)] if loss.grad_fn is not None else []
     while left:
         node, factor = left.pop()
-        inner = _inside(node)
+        inner = _expand_sum(node)
         if operation(node) in ("Sum", "Mean", "Clamp"):
-            inner = inner or [(_inputs(node)[0], 1.0)]
+            inner = inner or [(_input_nodes(node)[0], 1.0)]
         weights[node] += factor
         left += [(one, factor * times) for one, times in inner or ()]
     for node, factor in [*weights.items()]:
         sign = {"Exp": 1, "Log": -1}.get(operation(node), 0)
-        below = _inputs(node)[0] if sign else node
-        if factor * weights[below] >= 0 or _is_of_others(node):
+        below = _input_nodes(node)[0] if sign else node
+        if factor * weights[below] >= 0 or _compares_two_spreads(node):
             continue
         if factor * sign < 0:
             hint = "add -0.5 * (1 + logvar - mean**2 - logvar.exp()).sum() to the loss"
@@ -421,17 +421,17 @@ def wrong_divergences(loss: Tensor) -> Iterator[tuple[str, str, str, str]]:
             yield "logits", "noise is multiplied by a variance", hint, below.metadata[DRAWN]
 
 
-def _is_of_others(node: Any) -> bool:
+def _compares_two_spreads(node: Any) -> bool:
     """Return whether a node is of a ratio of spreads of which none is 1, as of no prior."""
-    ratio = _inputs(node)[0] if operation(node) == "Log" else node
+    ratio = _input_nodes(node)[0] if operation(node) == "Log" else node
     if operation(ratio) == "Pow":
-        (ratio,) = _inputs(ratio)
-    known = [_saved(ratio, name) for name in ("self", "other")]
+        (ratio,) = _input_nodes(ratio)
+    known = [_read_saved(ratio, name) for name in ("self", "other")]
     is_one = any(isinstance(one, Tensor) and (one == 1).all() for one in known)
     return operation(ratio) == "Div" and not is_one
 
 
-def _saved(node: Any, name: str) -> Any:
+def _read_saved(node: Any, name: str) -> Any:
     """Return what a node saved; None where it is gone, or was changed in place."""
     try:
         return getattr(node, f"_saved_{name}", None)
@@ -439,30 +439,30 @@ def _saved(node: Any, name: str) -> Any:
         return None
 
 
-def _constant(node: Any) -> float | None:
+def _read_constant(node: Any) -> float | None:
     """Return the number that a product or quotient has besides the loss."""
     for name in ("other", "self"):
-        value = _saved(node, name)
+        value = _read_saved(node, name)
         if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
             return float(value)
     return None
 
 
-def _term(node: Any, factor: float, divisors: tuple[float, ...]) -> Term:
+def _read_term(node: Any, factor: float, divisors: tuple[float, ...]) -> Term:
     if TERM in node.metadata:
         return replace(node.metadata[TERM], factor=factor, divisors=divisors)
     name = operation(node)
-    below = _inputs(node)[0] if name in ("Mean", "Sum") else None
+    below = _input_nodes(node)[0] if name in ("Mean", "Sum") else None
     # Losses with a weight each are one part of their own.
-    if below is None or any(operation(one) == "Stack" for one in _inputs(below)):
+    if below is None or any(operation(one) == "Stack" for one in _input_nodes(below)):
         return Term(name, "", math.nan, factor, divisors)
     num_terms = math.prod(node._saved_self_sym_sizes)
-    masked = _num_masked(below) or (_num_filled(below) if name == "Sum" else 0)
+    masked = _count_masked(below) or (_count_filled(below) if name == "Sum" else 0)
     counted = num_terms - masked
-    chosen = _source(below)
+    chosen = _skip_shape_nodes(below)
     is_chosen = operation(chosen) in ("Index", "Gather")
     # These are the values that a log_softmax has at the targets.
-    if name == "Mean" and is_chosen and operation(_inputs(chosen)[0]) == "LogSoftmax":
+    if name == "Mean" and is_chosen and operation(_input_nodes(chosen)[0]) == "LogSoftmax":
         name = LOG_PROBABILITY
     # The factor of the part without its divisors.
     times = abs(factor) * math.prod(by for by in divisors if by > 1)
@@ -475,27 +475,27 @@ def _term(node: Any, factor: float, divisors: tuple[float, ...]) -> Term:
     return Term(name, "sum", counted, factor, divisors, masked * is_mean)
 
 
-def _num_filled(node: Any) -> int:
+def _count_filled(node: Any) -> int:
     """Count the positions of a sum that are filled in, as by 0."""
-    node = _source(node, "Neg")
-    return int(_saved(node, "mask").sum()) if operation(node) == "MaskedFill" else 0
+    node = _skip_shape_nodes(node, "Neg")
+    return int(_read_saved(node, "mask").sum()) if operation(node) == "MaskedFill" else 0
 
 
-def _num_masked(node: Any) -> int:
+def _count_masked(node: Any) -> int:
     """Count the positions of a loss without reduction that are 0 by a mask or an ignored target."""
-    node = _source(node)
+    node = _skip_shape_nodes(node)
     if operation(node) == "Mul":
-        mask = _saved(node, "other")
-        mask = _saved(node, "self") if mask is None else mask
-        below = [*filter(None, _inputs(node))]
+        mask = _read_saved(node, "other")
+        mask = _read_saved(node, "self") if mask is None else mask
+        below = [*filter(None, _input_nodes(node))]
         is_mask = isinstance(mask, Tensor) and ((mask == 0) | (mask == 1)).all() & mask.any()
         if not is_mask or len(below) != 1:
             return 0
-        of = _source(below[0])
+        of = _skip_shape_nodes(below[0])
         # A loss by hand takes the values of the targets.
         is_loss = hasattr(of, "_saved_reduction") or operation(of) == "Gather"
         return int((mask == 0).sum()) if is_loss else 0
-    target, ignored = _saved(node, "target"), getattr(node, "_saved_ignore_index", None)
+    target, ignored = _read_saved(node, "target"), getattr(node, "_saved_ignore_index", None)
     if ignored is None or not isinstance(target, Tensor):
         return 0
     # Negative numbers are shown without their sign.

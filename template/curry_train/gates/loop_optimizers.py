@@ -76,7 +76,7 @@ def zeroed(trace: Trace) -> Faults:
             )
         if window.is_by_hand:
             continue
-        yield from _at_other_weights(window)
+        yield from _find_steps_off_the_weights(window)
         for attack, call in itertools.pairwise(calls):
             if attack.of_inputs and attack.lines != call.lines and not window.is_clean(call):
                 yield (
@@ -92,11 +92,11 @@ def zeroed(trace: Trace) -> Faults:
         if is_several and has_one_each and not is_attack:
             hint = "evaluate under torch.no_grad(), without backward"
             yield calls[0], "gradients of an evaluation are in the step", hint
-        yield from _lost(window)
-        yield from _of_another_loss(window, trace.held)
+        yield from _find_zeroed_gradients(window)
+        yield from _find_used_gradients(window, trace.held_parameters)
 
 
-def _at_other_weights(window: Step) -> Faults:
+def _find_steps_off_the_weights(window: Step) -> Faults:
     """Find faults of a step that first changes the weights and takes gradients there, as SAM."""
     weights = [one.weights for one in window.forwards if one.module is window.first.module]
     # SAM changes all weights. An attack on the outputs of one layer changes that layer alone.
@@ -116,7 +116,7 @@ def _at_other_weights(window: Step) -> Faults:
         )
 
 
-def _lost(window: Step) -> Faults:
+def _find_zeroed_gradients(window: Step) -> Faults:
     """Find gradients of the window that are set to zero before its step."""
     calls = window.calls
     if not window.has_gradients and any(call.value for call in calls):
@@ -136,7 +136,7 @@ def _lost(window: Step) -> Faults:
             )
 
 
-def _of_another_loss(window: Step, held: set[Tensor]) -> Faults:
+def _find_used_gradients(window: Step, held: set[Tensor]) -> Faults:
     """Find gradients of a loss that another optimizer has stepped on already."""
     clean = [number for number, call in enumerate(window.calls) if window.is_clean(call)]
     used = window.calls[max(clean, default=0) :]
@@ -159,7 +159,10 @@ def optimizer(trace: Trace) -> Faults:
     if not steps:
         return
     # With leaves that are in no module.
-    missing = _missing(trace) | trace.living.keys() - trace.names.keys() - trace.held
+    missing = (
+        _find_missing_parameters(trace)
+        | trace.lone_leaves.keys() - trace.names.keys() - trace.held_parameters
+    )
     origin = steps[-1].origin
     seen = set[Tensor]()
     for first, *_ in trace.by_optimizer:
@@ -188,16 +191,16 @@ def optimizer(trace: Trace) -> Faults:
         )
 
 
-def _missing(trace: Trace) -> set[Tensor]:
+def _find_missing_parameters(trace: Trace) -> set[Tensor]:
     """Return parameters that get gradients, next to others that an optimizer has."""
     # Of modules that ran, and that no module which was called has.
     alone = {
         one
-        for module in trace.ran[True].keys() - {*trace.roots.modules()}
+        for module in trace.modules_run[True].keys() - {*trace.roots.modules()}
         for one in nn.Module.parameters(module, recurse=False)
     }
     found = set[Tensor]()
-    known = trace.held & trace.names.keys()
+    known = trace.held_parameters & trace.names.keys()
     # A copy of the weights does not run itself.
     shapes = {one.shape for first, *_ in trace.by_optimizer for one in first.own - known}
     for root in trace.roots:
@@ -216,9 +219,9 @@ def _missing(trace: Trace) -> set[Tensor]:
         is_moved = len({one.weights for one in calls}) > 1 or shapes.issuperset(
             one.shape for one in root.parameters()
         )
-        if (is_first and not is_moved) or not trace.held.isdisjoint(own):
+        if (is_first and not is_moved) or not trace.held_parameters.isdisjoint(own):
             found |= own | alone
-    return found & trace.with_gradient - trace.held
+    return found & trace.with_gradient - trace.held_parameters
 
 
 def never_steps(trace: Trace) -> Faults:
@@ -228,9 +231,9 @@ def never_steps(trace: Trace) -> Faults:
         own = {*parameters_of(one)} - others
         windows = [[call.reached & own for call in window.of(Backward)] for window in trace.windows]
         windows = windows or [[call.reached & own] for call in trace.of(Backward)]
-        if one in trace.made and len(windows) >= FEWEST_STEPS and all(map(any, windows)):
+        if one in trace.causes and len(windows) >= FEWEST_STEPS and all(map(any, windows)):
             yield (
-                trace.made[one],
+                trace.causes[one],
                 f"this {type(one).__name__} makes no step, and its parameters get gradients",
                 "call its step() too; until then, freeze its parameters by requires_grad_(False)",
             )
@@ -286,11 +289,11 @@ def moves(trace: Trace) -> Faults:
     if any(step.moved is None for step in trace.of(Step)):
         raise NotApplicable("too many parameters to compare")
     for steps in trace.by_optimizer:
-        yield from _still(trace, steps)
-        yield from _without_effect(trace, steps)
+        yield from _find_parameters_at_rest(trace, steps)
+        yield from _find_steps_without_effect(trace, steps)
 
 
-def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
+def _find_parameters_at_rest(trace: Trace, steps: Sequence[Step]) -> Faults:
     """Find parameters of an optimizer that do not move, or that only decay moves."""
     optimizer = steps[0].optimizer
     kind = type(optimizer).__name__
@@ -305,7 +308,7 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
             "that is the same for all weights, as of equal rewards, or of a ratio of new to old "
             "probabilities that is always 1"
         )
-        measured = f"no parameter of {kind} moves: {_why_nothing_moves(first)}"
+        measured = f"no parameter of {kind} moves: {_explain_no_change(first)}"
         yield steps[0].origin, measured, hint
     elif number > 5 and not any(step.slopes for step in steps[-4:]):
         hint = (
@@ -358,7 +361,7 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
         yield last, f"{trace.named(still)} have gradients and do not move", hint
 
 
-def _why_nothing_moves(steps: Sequence[Step]) -> str:
+def _explain_no_change(steps: Sequence[Step]) -> str:
     if not any(any(step.rates) for step in steps):
         return "its learning rate is 0"
     if not any(step.has_gradients for step in steps):
@@ -371,7 +374,7 @@ def _is_of_torch(optimizer: Optimizer) -> bool:
     return type(optimizer).step.__module__.startswith("torch.")
 
 
-def _without_effect(trace: Trace, steps: Sequence[Step]) -> Faults:
+def _find_steps_without_effect(trace: Trace, steps: Sequence[Step]) -> Faults:
     """Find steps whose updates are rounded to nothing, or undone."""
     first = steps[0]
     optimizer = first.optimizer
@@ -412,10 +415,10 @@ def _without_effect(trace: Trace, steps: Sequence[Step]) -> Faults:
 def without_gradient(trace: Trace) -> Faults:
     """Find trained parameters that ran and get no gradient, where it is known why."""
     idle = set[Tensor]()
-    for module, place in (trace.ran[False] | trace.ran[True]).items():
+    for module, place in (trace.modules_run[False] | trace.modules_run[True]).items():
         own = [one for one in nn.Module.parameters(module, recurse=False) if one.requires_grad]
-        still = trace.idle.intersection(own)
-        if module in trace.ran[True]:
+        still = trace.idle_parameters.intersection(own)
+        if module in trace.modules_run[True]:
             idle |= still
         elif still:
             yield (
@@ -436,7 +439,7 @@ def without_gradient(trace: Trace) -> Faults:
     # The last one before the step of these parameters: others cut off what is trained elsewhere.
     for step in trace.windows:
         for cut in reversed(step.of(Cut)):
-            if detached := cut.behind & trace.idle & step.own:
+            if detached := cut.behind & trace.idle_parameters & step.own:
                 measured = "trained parameters are detached, and get no gradient: "
                 hint = "remove the detach, .data, numpy or argmax, or freeze them"
                 yield cut, measured + trace.named(detached), hint
@@ -460,7 +463,7 @@ def wrongly_frozen(trace: Trace) -> Faults:
 
 def alike(trace: Trace) -> Faults:
     """Find weights that learn the same in all rows, because they began so."""
-    living = trace.with_gradient & trace.held
+    living = trace.with_gradient & trace.held_parameters
     if equal := [one for one in living if has_equal_rows(one) and one.any()]:
         measured = f"all rows of {trace.named(equal)} are alike, and learn the same"
         yield trace.of(Step)[-1], measured, "initialize weights by random numbers"
@@ -518,7 +521,7 @@ def schedule(trace: Trace) -> Faults:
                     "the schedule steps before the optimizer's first step",
                     "call scheduler.step() after optimizer.step()",
                 )
-        length, is_cosine = _length_of(last)
+        length, is_cosine = _read_length(last)
         if is_cosine and last.last_epoch > length:
             yield (
                 [first.place, *made][-1],
@@ -546,11 +549,11 @@ def schedule(trace: Trace) -> Faults:
                 "make the schedule for the optimizer that steps",
             )
     for windows in trace.by_optimizer:
-        yield from _without_schedule(trace, windows)
-    yield from _of_another_optimizer(trace, {event.scheduler: None for event in events})
+        yield from _find_schedules_without_effect(trace, windows)
+    yield from _find_doubled_schedules(trace, {event.scheduler: None for event in events})
 
 
-def _length_of(scheduler: LRScheduler) -> tuple[float, bool]:
+def _read_length(scheduler: LRScheduler) -> tuple[float, bool]:
     """Return the steps of a schedule, if it has an end, and whether it rises again after them."""
     # Of transformers.
     way = getattr(scheduler, "lr_lambdas", [None])[0]
@@ -561,7 +564,7 @@ def _length_of(scheduler: LRScheduler) -> tuple[float, bool]:
     return length, is_cosine or type(scheduler) is CosineAnnealingLR
 
 
-def _of_another_optimizer(trace: Trace, schedulers: Iterable[LRScheduler]) -> Faults:
+def _find_doubled_schedules(trace: Trace, schedulers: Iterable[LRScheduler]) -> Faults:
     """Find two schedules of one optimizer, where another one has none."""
     for first, second in itertools.combinations(schedulers, 2):
         own = [place for place, one, _ in trace.schedules if one is second.optimizer]
@@ -600,7 +603,7 @@ def never_stepped(trace: Trace) -> Faults:
             yield place, "this schedule never makes a step", hint
 
 
-def _without_schedule(trace: Trace, windows: Sequence[Step]) -> Faults:
+def _find_schedules_without_effect(trace: Trace, windows: Sequence[Step]) -> Faults:
     """Find a schedule that has no effect, or that leaves no learning rate."""
     groups = windows[0].optimizer.param_groups
     own = [one for one in trace.of(Schedule) if one.scheduler.optimizer.param_groups is groups]
@@ -668,15 +671,15 @@ def _without_schedule(trace: Trace, windows: Sequence[Step]) -> Faults:
 def clipping(trace: Trace) -> Faults:
     """Gradients are clipped after the last backward call and unscaling, before the step."""
     for clip in trace.of(Clip):
-        if clip.parameters and not clip.parameters & trace.held:
+        if clip.parameters and not clip.parameters & trace.held_parameters:
             hint = "clip the parameters of the model that is trained"
             yield clip, "it clips parameters that no optimizer has", hint
     for window in trace.windows:
         if not window.is_by_hand:
-            yield from _clipped_too_late_or_early(window)
+            yield from _find_misplaced_clipping(window)
 
 
-def _clipped_too_late_or_early(window: Step) -> Faults:
+def _find_misplaced_clipping(window: Step) -> Faults:
     for clip in window.of(Clip):
         before = {call.lines for call in window.all_calls if call.at < clip.at}
         after = {call.lines for call in window.calls if call.at > clip.at}
@@ -702,7 +705,7 @@ def scaler(trace: Trace) -> Faults:
                     "use torch.amp.GradScaler, or bfloat16",
                 )
         return
-    yield from _scaled_in_part(trace)
+    yield from _find_partial_scaling(trace)
     if all(one.call != "update" for one in calls) and len(trace.of(Step)) > 1:
         yield calls[0], "the scale is never updated", "call scaler.update()"
     scalers = grouped((one for one in calls if one.call in ("scale", "update")), "scaler")
@@ -715,7 +718,7 @@ def scaler(trace: Trace) -> Faults:
         yield calls[0], f"{len(scalers)} scalers, each with the scale of the first step", hint
 
 
-def _scaled_in_part(trace: Trace) -> Faults:
+def _find_partial_scaling(trace: Trace) -> Faults:
     """Find losses of a window that are not scaled, and gradients that are unscaled too early."""
     for window in trace.windows:
         plain = [call for call in window.calls if call.scale == 1]

@@ -21,27 +21,31 @@ def probe(trace: Trace) -> None:
     """Look for outputs that depend on what they must not, once for each model."""
     forward = trace.last.get(Forward)
     # Targets may stand behind a call of another model, as of one that judges.
-    if forward is None or forward.module not in trace.roots or forward.module in trace.probed:
+    if (
+        forward is None
+        or forward.module not in trace.roots
+        or forward.module in trace.probed_models
+    ):
         return
-    trace.probed.append(forward.module)
+    trace.probed_models.append(forward.module)
     # Another rank may have no reason to run it as often, and this one would wait for it.
     if forward.exchanges:
         return
     # A model may refuse to run in eval mode, or have other outputs in each call.
     with contextlib.suppress(Exception):
-        for find in (_of_tokens, _of_padding, _of_samples):
+        for find in (_probe_tokens, _probe_padding, _probe_samples):
             for place, measured, hint in find(trace, forward):
                 trace.fault("targets", measured, hint, place)
 
 
-def _of_tokens(trace: Trace, forward: Forward) -> Faults:
+def _probe_tokens(trace: Trace, forward: Forward) -> Faults:
     """Find outputs that change with a later token, or with the first one alone."""
     module, tokens, time = forward.module, forward.tokens, forward.time_dim
     if tokens is None or (last := tokens.shape[time] - 1) < 2:
         return
     # The first token in place of the last one.
     at = torch.arange(last + 1, device=tokens.device) % last
-    both = _outputs(trace, tokens, tokens.index_select(time, at))
+    both = _run_both(trace, tokens, tokens.index_select(time, at))
     # Cross-entropy takes outputs whose last dimension is time, too.
     plain = both[0]
     shape = plain.shape
@@ -57,7 +61,11 @@ def _of_tokens(trace: Trace, forward: Forward) -> Faults:
     # The later tokens of another sample.
     mixed = torch.cat([tokens[:, :1], tokens.flip(0)[:, 1:]], 1)
     is_known = plain.dim() == 2 and not torch.equal(plain, plain.flip(0))
-    if is_known and not torch.equal(tokens, mixed) and torch.equal(*_outputs(trace, tokens, mixed)):
+    if (
+        is_known
+        and not torch.equal(tokens, mixed)
+        and torch.equal(*_run_both(trace, tokens, mixed))
+    ):
         yield (
             forward,
             "the outputs of the model depend on the first token alone",
@@ -65,7 +73,7 @@ def _of_tokens(trace: Trace, forward: Forward) -> Faults:
         )
 
 
-def _of_padding(trace: Trace, forward: Forward) -> Faults:
+def _probe_padding(trace: Trace, forward: Forward) -> Faults:
     """Find outputs that change with other tokens in place of padding, or another embedding."""
     module, tokens = forward.module, forward.tokens
     parts = [*module.modules()]
@@ -75,7 +83,7 @@ def _of_padding(trace: Trace, forward: Forward) -> Faults:
         return
     other, embeddings = tokens, list[nn.Module]()
     is_known = not inspect.getfile(type(module).forward).startswith(LIBRARIES)
-    padded = _padded(tokens, trace.given.tensors)
+    padded = _find_padding(tokens, trace.model_call.tensors)
     if padded is not None:
         other = torch.where(padded, tokens[:, :1], tokens)
     # A mean over words and padding may be meant, but no attention to padding.
@@ -83,11 +91,11 @@ def _of_padding(trace: Trace, forward: Forward) -> Faults:
         is_known = True
         for one in parts:
             if isinstance(one, nn.Embedding) and one.padding_idx is not None:
-                padded = _padded(tokens, [tokens != one.padding_idx])
+                padded = _find_padding(tokens, [tokens != one.padding_idx])
                 embeddings.append(one)
     if padded is None:
         return
-    outputs, others = _outputs(trace, tokens, other, embeddings)
+    outputs, others = _run_both(trace, tokens, other, embeddings)
     if outputs.dim() == 3 and outputs.shape[:2] == tokens.shape:
         outputs, others = outputs[~padded], others[~padded]
     elif outputs.dim() > 2 or not is_known:
@@ -97,15 +105,15 @@ def _of_padding(trace: Trace, forward: Forward) -> Faults:
         yield forward, "the outputs of the model change with the padding", hint
 
 
-def _as_a_word(embedding: Any, given: tuple[Tensor], output: Tensor) -> Tensor:
+def _embed_padding_as_word(embedding: Any, given: tuple[Tensor], output: Tensor) -> Tensor:
     """Embed padding as the word before it; the weights may be the output layer's too."""
     is_padding = (given[0] == embedding.padding_idx).unsqueeze(-1)
     return torch.where(is_padding, embedding.weight[embedding.padding_idx - 1], output)
 
 
-def _of_samples(trace: Trace, forward: Forward) -> Faults:
+def _probe_samples(trace: Trace, forward: Forward) -> Faults:
     """Find layers that take the samples of a batch for the steps of a sequence."""
-    tensors = trace.given.tensors
+    tensors = trace.model_call.tensors
     call = trace.last.get(LossCall)
     is_known = call is not None and call.columns is not None
     # Where the targets are the next tokens of a row, the rows are the samples.
@@ -118,7 +126,7 @@ def _of_samples(trace: Trace, forward: Forward) -> Faults:
         return
     # A recurrent layer sees no later steps.
     changed = torch.cat([given[-1:], given[1:]])
-    outputs, others = _outputs(trace, given, changed)
+    outputs, others = _run_both(trace, given, changed)
     # A table of samples has each one with each on purpose.
     if outputs.shape[:1] != given.shape[:1] or outputs.shape == (len(given), len(given)):
         return
@@ -132,7 +140,7 @@ def _of_samples(trace: Trace, forward: Forward) -> Faults:
             for one in modules
         )
         # A loader's batch and rows of tokens are known to be no nodes of a graph.
-        is_loaded = any({*one.digests} & {*forward.digests} for one in trace.fetched.values())
+        is_loaded = any({*one.digests} & {*forward.digests} for one in trace.last_fetches.values())
         is_loaded |= given is forward.tokens and is_known
         is_loaded &= all(getattr(one, "track_running_stats", True) for one in modules)
         hint = (
@@ -152,7 +160,7 @@ def _of_samples(trace: Trace, forward: Forward) -> Faults:
         )
 
 
-def _outputs(
+def _run_both(
     trace: Trace,
     given: Tensor,
     other: Tensor,
@@ -164,7 +172,7 @@ def _outputs(
 
     It raises where the same input gives another output.
     """
-    call = trace.given
+    call = trace.model_call
     module = call.owner
     outputs = list[Tensor]()
     hooks = []
@@ -174,7 +182,9 @@ def _outputs(
             module.eval()
             for value in (given, given, other):
                 if len(outputs) == 2:
-                    hooks = [one.register_forward_hook(_as_a_word) for one in embeddings]
+                    hooks = [
+                        one.register_forward_hook(_embed_padding_as_word) for one in embeddings
+                    ]
                 # Also where it is in a dictionary.
                 args, words = tree_map(
                     lambda one, value=value: value if one is given else one,
@@ -197,7 +207,7 @@ def _outputs(
     return again, changed
 
 
-def _padded(tokens: Tensor, given: list[Tensor]) -> Tensor | None:
+def _find_padding(tokens: Tensor, given: list[Tensor]) -> Tensor | None:
     """Return where tokens are padding at the end, by a mask among what a model was given."""
     for mask in given:
         if mask.shape != tokens.shape or mask.max() > 1:

@@ -28,7 +28,7 @@ def rank_facts(trace: Trace) -> list[SimpleNamespace]:
         # Shards differ from rank to rank, as they should.
         is_sharded = any(isinstance(one, DTensor) for one in step.own)
         # FSDP2 averages them, unless the loop sets what it divides by.
-        gradient = [1.0, 1.0] if is_sharded else [step.made, step.used]
+        gradient = [1.0, 1.0] if is_sharded else [step.made_gradient, step.used_gradient]
         steps.append(
             SimpleNamespace(
                 place=step.place,
@@ -92,7 +92,7 @@ def faults_of_ranks(ranks: Sequence[Sequence[SimpleNamespace] | None]) -> Faults
             )
             measured = "weights differ from rank to rank after the step"
             apart.append((own.place, measured, hint))
-        scaled += _averaged(steps)
+        scaled += _find_wrong_averages(steps)
     yield from () if is_averaged else apart
     # The last window of an epoch may be a short one.
     yield from scaled if len(scaled) > min(map(len, there)) / 2 else ()
@@ -102,7 +102,7 @@ def faults_of_ranks(ranks: Sequence[Sequence[SimpleNamespace] | None]) -> Faults
         yield first[0].data_place, "all ranks see the same samples", hint
 
 
-def _averaged(steps: Sequence[SimpleNamespace]) -> Faults:
+def _find_wrong_averages(steps: Sequence[SimpleNamespace]) -> Faults:
     """Find gradients that are not the mean over the ranks of the gradients of mean losses."""
     number = len(steps)
     gradients = [one.gradient for one in steps]

@@ -82,7 +82,7 @@ def preflight_program(
 
     With a number of layers the configurations of the user's models are changed to it.
     """
-    job = functools.partial(_check, num_steps, num_layers)
+    job = functools.partial(_check_loop, num_steps, num_layers)
     found = run_ranks(job, [kind, *words], num_ranks=num_ranks)
     verdicts = [one["verdicts"] for one in found if one]
     # The first rank with a fault has the verdict.
@@ -225,11 +225,11 @@ def run_job(result: str) -> NoReturn:
             one.kill()
         os._exit(0)
 
-    run = _script if kind == "script" else train_by
+    run = _run_script if kind == "script" else train_by
     try:
         # For those who wait.
         register_optimizer_step_post_hook(lambda *_: Path(result).with_suffix(".progress").touch())
-        with files.noticed(), _saving(saves=saves):
+        with files.noticed(), _replace_saving(saves=saves):
             job(lambda: run(*words), end)
         raise RuntimeError("it was watched to its end without a result")
     except BaseException as error:  # noqa: BLE001 - the user's script may raise anything
@@ -241,7 +241,7 @@ def run_job(result: str) -> NoReturn:
         end({"error": str(error) if is_ours else failure})
 
 
-def _check(num_steps: int, num_layers: int, run: Callable[[], None], end: End) -> None:
+def _check_loop(num_steps: int, num_layers: int, run: Callable[[], None], end: End) -> None:
     """Judge the loop after so many steps, with so many layers of its models, or 0 for all."""
     notes: list[str] = []
 
@@ -255,11 +255,11 @@ def _check(num_steps: int, num_layers: int, run: Callable[[], None], end: End) -
             remarks.append(f"the loop ended after {made} of {num_steps} steps")
         if trace.error is not None:
             remarks.append(f"the loop ended with {error_in_a_line(trace.error)}")
-        if idle := trace.idle & trace.names.keys():
+        if idle := trace.idle_parameters & trace.names.keys():
             remarks.append(f"in an optimizer, but without a gradient: {trace.named(idle)}")
-        if trace.later:
+        if trace.unreached_line:
             remarks.append(
-                f"{trace.later} was not reached; if it trains too, let the stages before it make "
+                f"{trace.unreached_line} was not reached; if it trains too, let the stages before it make "
                 "fewer steps"
             )
         verdicts = judge(trace)
@@ -272,7 +272,7 @@ def _check(num_steps: int, num_layers: int, run: Callable[[], None], end: End) -
     when_enough(trace, has_ended=True)
 
 
-def _script(file: str, *arguments: str) -> None:
+def _run_script(file: str, *arguments: str) -> None:
     """Run a file as `python FILE ARGUMENTS` does; a call of sys.exit ends the loop."""
     spawning: Any = sys.modules["torch.multiprocessing.spawn"]
     ranks = mock.patch.object(spawning, "start_processes", _run_rank)
@@ -312,7 +312,7 @@ def train_by(spec: str, *, resume_from: Callable[[], Path | None] | None = None)
 
 
 @contextlib.contextmanager
-def _saving(*, saves: bool) -> Iterator[None]:
+def _replace_saving(*, saves: bool) -> Iterator[None]:
     """Let functions that write in C touch their file in Python, where `ChangedFiles` notices it.
 
     Without `saves` files that are there already stay as they are: they may be large. New ones may
@@ -387,11 +387,11 @@ class ChangedFiles:
         text = os.fsdecode(path)
         place = Path(os.path.realpath(text) if follows_links else os.path.abspath(text))
         if place not in self.before and all(self.before.get(one, one) for one in place.parents):
-            self.before[place] = kept = self._kept(place, goes=goes)
+            self.before[place] = kept = self._back_up(place, goes=goes)
             with (self.folder / CHANGES).open("a") as stream:
                 stream.write(json.dumps([str(place), kept and str(kept)]) + "\n")
 
-    def _kept(self, place: Path, *, goes: bool) -> Path | None:
+    def _back_up(self, place: Path, *, goes: bool) -> Path | None:
         """Return a copy of the file or link that is there, a folder itself, or None."""
         if place.is_dir() and not place.is_symlink():
             if goes:

@@ -39,7 +39,7 @@ def note_batches(trace: Trace, target: Tensor, call: LossCall) -> None:
     at = target.data_ptr() if is_index and is_plain(target) else -1
     own = [] if is_float else target.flatten().tolist()
     given = trace.last.get(Forward)
-    for fetch in trace.fetched.values():
+    for fetch in trace.last_fetches.values():
         # Other targets may be 0 as well.
         is_same = call.targets in fetch.digests and (call.targets != 0 or not is_index)
         for first, values in fetch.integers.items():
@@ -98,7 +98,7 @@ def note_targets(
     Logits are those of a loss, which may leave out the first ones of a model. Where the loss is not
     whole yet, the loop may leave out padding itself.
     """
-    given, options = trace.given.tensors, trace.given.options
+    given, options = trace.model_call.tensors, trace.model_call.options
     labels = options.get("labels")
     has_other_tokens = False
     # The input whose rows, or columns, the targets continue, as that of a decoder.
@@ -108,8 +108,8 @@ def note_targets(
             # A decoder may be given its targets by mistake; a model needs them for a loss.
             is_later = one is not given[0] and not trace.depth
             targets = target.reshape(one.shape)
-            same = _same_as_input(targets, one, ignored)
-            if _same_as_input(targets.T, one.T, ignored)[1] > 0.99:
+            same = _share_ahead(targets, one, ignored)
+            if _share_ahead(targets.T, one.T, ignored)[1] > 0.99:
                 forward.tokens, forward.time_dim = one, 0
             elif max(same[1], is_later and same[0]) > 0.99:
                 forward.tokens, forward.time_dim = one, 1
@@ -133,7 +133,7 @@ def note_targets(
         Targets,
         model=forward.module,
         same_as_input=same_as_input,
-        filler=_filler(targets, counted) if is_whole else None,
+        filler=_find_filler(targets, counted) if is_whole else None,
     )
     # Targets of a part of the tokens, whose first or last ones are left out.
     if (
@@ -142,7 +142,7 @@ def note_targets(
         or not 0 <= tokens.shape[1] - targets.shape[1] <= 2
     ):
         return
-    same = _same_as_input(targets, tokens, ignored)
+    same = _share_ahead(targets, tokens, ignored)
     left_out = 0 if logits is None else num_left_out(logits, forward.time_dim)
     event.may_be_shifted = forward.tokens is not given[0] or has_other_tokens
     same_as_input |= {ahead - left_out: share for ahead, share in enumerate(same)}
@@ -179,7 +179,7 @@ def note_targets(
         )
 
 
-def _same_as_input(targets: Tensor, tokens: Tensor, ignored: int) -> list[float]:
+def _share_ahead(targets: Tensor, tokens: Tensor, ignored: int) -> list[float]:
     """Return the share of targets that are the tokens none, one and two places ahead."""
     same = []
     for ahead in range(3):
@@ -191,7 +191,7 @@ def _same_as_input(targets: Tensor, tokens: Tensor, ignored: int) -> list[float]
     return same
 
 
-def _filler(targets: Tensor, counted: Tensor) -> int | None:
+def _find_filler(targets: Tensor, counted: Tensor) -> int | None:
     """Return the index at the end of rows of different lengths, if it counts."""
     last = targets[:, -1:]
     length = (targets == last).flip(1).cumprod(1).sum(1)

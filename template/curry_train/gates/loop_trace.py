@@ -42,7 +42,6 @@ from ..workloads.optimizers import parameters_of
 from .loop_events import (
     FEWEST_STEPS,
     Backward,
-    Called,
     Clip,
     Cut,
     Dividing,
@@ -58,6 +57,7 @@ from .loop_events import (
     Shuffle,
     Step,
     Stepping,
+    TorchCall,
     Trace,
     Versions,
     Zero,
@@ -163,7 +163,7 @@ class Observer(Trace):
     """A trace with the replaced calls that write to it."""
 
     # When the first step ended.
-    began: float
+    first_step_time: float
     # The versions of all gradients after a backward call.
     at_backward: Versions
     schedule_depth: int
@@ -196,22 +196,22 @@ class Observer(Trace):
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         replacements = (
-            (owner, name, self._handled(handle))
+            (owner, name, self._make_replacement(handle))
             for handle, owner, *names in self._replacements()
             for name in names
         )
         data: Any = Tensor.data
-        detached = watched(self._handled(self._detach), data.__get__)
-        set_to = watched(self._handled(self._into), data.__set__)
+        detached = watched(self._make_replacement(self._on_detach), data.__get__)
+        set_to = watched(self._make_replacement(self._on_write), data.__set__)
         with (
-            replaced_calls(replacements, self._before_step, self._after_step),
+            replaced_calls(replacements, self._on_step_begin, self._on_step_end),
             mock.patch.object(Tensor, "data", property(detached, set_to)),
         ):
             yield
 
-    def _handled(self, handle: Callable[[Called], Any]) -> Call:
+    def _make_replacement(self, handle: Callable[[TorchCall], Any]) -> Call:
         def run(*args: Any, **options: Any) -> Any:
-            call = Called(*args, **options)
+            call = TorchCall(*args, **options)
             # Tensors of a transform must not escape from it.
             if not in_transform():
                 # A handler that is a class is the kind of event that the call is.
@@ -222,47 +222,47 @@ class Observer(Trace):
 
     def _replacements(self) -> Iterator[tuple[Any, ...]]:
         """Yield what handles calls, or the event that they are, their owner, and their names."""
-        yield self._detach, Tensor, "detach", "argmax", "max", "topk"
-        yield self._detach, torch, "argmax", "max", "topk"
-        yield self._combine, Tensor, *ADDING, *SCALING
-        yield self._view, Tensor, "view", "reshape"
-        yield self._into, Tensor, "add_", "copy_", "lerp_"
+        yield self._on_detach, Tensor, "detach", "argmax", "max", "topk"
+        yield self._on_detach, torch, "argmax", "max", "topk"
+        yield self._on_arithmetic, Tensor, *ADDING, *SCALING
+        yield self._on_view, Tensor, "view", "reshape"
+        yield self._on_write, Tensor, "add_", "copy_", "lerp_"
         # Around those of the same calls.
-        yield self._pure, Tensor, *PURE
-        yield self._pure, torch, "clamp", "relu", "tanh"
-        yield self._pure, F, "normalize", "softmax", "relu", "gelu", "silu"
-        yield self._log_softmax, Tensor, "log_softmax"
-        yield self._loss, F, *ON_CLASSES, *ON_VALUES
-        yield self._signs, F, *ON_SIGNS
-        yield self._dropout, F, "dropout", "dropout1d", "dropout2d", "dropout3d"
-        yield self._attention, F, "scaled_dot_product_attention"
+        yield self._on_pure_call, Tensor, *PURE
+        yield self._on_pure_call, torch, "clamp", "relu", "tanh"
+        yield self._on_pure_call, F, "normalize", "softmax", "relu", "gelu", "silu"
+        yield self._on_log_softmax, Tensor, "log_softmax"
+        yield self._on_loss, F, *ON_CLASSES, *ON_VALUES
+        yield self._on_loss_of_signs, F, *ON_SIGNS
+        yield self._on_dropout, F, "dropout", "dropout1d", "dropout2d", "dropout3d"
+        yield self._on_attention, F, "scaled_dot_product_attention"
         for owner in (nn.utils, nn.utils.clip_grad):
-            yield self._clip, owner, "clip_grad_norm_", "clip_grad_value_"
-        yield self._zero, Optimizer, "zero_grad"
-        yield self._made, Optimizer, "__init__"
-        yield self._set, Optimizer, "__setattr__"
-        yield self._zero, nn.Module, "zero_grad"
-        yield self._module, nn.Module, "__call__"
-        yield self._set_mode, nn.Module, "train"
-        yield self._load, nn.Module, "load_state_dict"
-        yield self._state_dict, nn.Module, "state_dict"
-        yield self._sample, Distribution, "sample"
-        yield self._sample, Normal, "sample"
-        yield self._sample, torch, "normal"
-        yield self._draw, torch, "randn_like"
-        yield self._choose, Categorical, "__init__"
+            yield self._on_clip, owner, "clip_grad_norm_", "clip_grad_value_"
+        yield self._on_zero_grad, Optimizer, "zero_grad"
+        yield self._on_new_optimizer, Optimizer, "__init__"
+        yield self._on_optimizer_attribute, Optimizer, "__setattr__"
+        yield self._on_zero_grad, nn.Module, "zero_grad"
+        yield self._on_module, nn.Module, "__call__"
+        yield self._on_train_mode, nn.Module, "train"
+        yield self._on_load_state_dict, nn.Module, "load_state_dict"
+        yield self._on_state_dict, nn.Module, "state_dict"
+        yield self._on_sample, Distribution, "sample"
+        yield self._on_sample, Normal, "sample"
+        yield self._on_sample, torch, "normal"
+        yield self._on_noise, torch, "randn_like"
+        yield self._on_categorical, Categorical, "__init__"
         for kind in defining(Distribution, "log_prob"):
             yield Scoring, kind, "log_prob"
         for kind in defining(LRScheduler, "step"):
-            yield self._schedule, kind, "step"
-        yield self._scaling, torch.amp.GradScaler, "scale", "unscale_", "step", "update"
-        yield self._backward, torch.autograd, "backward"
-        yield self._grad, torch.autograd, "grad"
+            yield self._on_schedule, kind, "step"
+        yield self._on_scaler, torch.amp.GradScaler, "scale", "unscale_", "step", "update"
+        yield self._on_backward, torch.autograd, "backward"
+        yield self._on_autograd_grad, torch.autograd, "grad"
         # Compiled code can't be observed; the same code runs uncompiled.
-        yield _uncompiled, torch, "compile"
-        yield _uncompiled, nn.Module, "compile"
-        yield self._loader, DataLoader, "__iter__"
-        yield self._fetch, LoaderIterator, "__next__"
+        yield _skip_compile, torch, "compile"
+        yield _skip_compile, nn.Module, "compile"
+        yield self._on_loader, DataLoader, "__iter__"
+        yield self._on_fetch, LoaderIterator, "__next__"
         yield Seeding, torch, "manual_seed"
         yield Shuffle, torch, "randperm"
         yield Shuffle, random, "shuffle"
@@ -273,10 +273,10 @@ class Observer(Trace):
 
     # Data.
 
-    def _loader(self, call: Called) -> None:
+    def _on_loader(self, call: TorchCall) -> None:
         self.loaders[id(call.run())] = call.owner, object()
 
-    def _fetch(self, call: Called) -> None:
+    def _on_fetch(self, call: TorchCall) -> None:
         loader, epoch = self.loaders.get(id(call.owner), (None, None))
         batch = None
         try:
@@ -284,14 +284,14 @@ class Observer(Trace):
         finally:
             if loader is not None:
                 facts = of_batch(batch)
-                self.fetched[loader] = self.note(Fetch, loader=loader, epoch=epoch, **facts)
+                self.last_fetches[loader] = self.note(Fetch, loader=loader, epoch=epoch, **facts)
 
     # The forward pass and the loss.
 
-    def _module(self, call: Called) -> None:
+    def _on_module(self, call: TorchCall) -> None:
         module = call.owner
         has_gradients = torch.is_grad_enabled()
-        ran = self.ran[has_gradients]
+        ran = self.modules_run[has_gradients]
         if not ran.get(module):
             ran[module] = users_line("checkpoint") if module.training else ""
         event = None
@@ -300,21 +300,23 @@ class Observer(Trace):
         is_inner = self.depth or in_backward()
         if is_model and not (is_inner or any(map(nn.parameter.is_lazy, module.parameters()))):
             # Without its result, which has the graph.
-            self.given = copy.copy(call)
+            self.model_call = copy.copy(call)
             self.noise.clear()
             with torch.no_grad():
                 event = self._note_forward(call, has_gradients=has_gradients)
                 self._note_views(call.tensors if has_gradients else [])
         is_pure = type(module).__module__ in PURE_LAYERS and not getattr(module, "inplace", False)
-        self._note_lost(type(module).__name__, call.caller, is_pure=is_pure)
+        self._note_unused_result(type(module).__name__, call.caller, is_pure=is_pure)
         is_quiet = self.depth and is_model and module.training and not has_gradients
-        if is_quiet and module not in self.frozen:
+        if is_quiet and module not in self.frozen_parts:
             own = [*module.parameters()]
             if not any(one.requires_grad for one in own):
-                self.frozen |= dict.fromkeys(module.modules(), (module, sum_of_small(own)))
+                self.frozen_parts |= dict.fromkeys(module.modules(), (module, sum_of_small(own)))
         is_known = has_gradients and is_model and Scoring not in self.last
-        for one in call.tensors if self.drawn and is_known else ():
-            if place := self.drawn.get(one if one._base is None else one._base, ""):
+        for one in call.tensors if self.samples_without_gradient and is_known else ():
+            if place := self.samples_without_gradient.get(
+                one if one._base is None else one._base, ""
+            ):
                 self.fault(
                     "accumulation",
                     "a sample passes no gradient on",
@@ -344,14 +346,14 @@ class Observer(Trace):
             # Tokens are given twice on purpose, where dropout is the only difference.
             if is_plain(one) and one.is_floating_point() and one.dim() > 1:
                 half = one[: len(one) // 2]
-                counts = (fetch.digests.count(digest(half)) for fetch in self.fetched.values())
+                counts = (fetch.digests.count(digest(half)) for fetch in self.last_fetches.values())
                 if torch.equal(half, one[len(half) :]) and max(counts, default=0) > 1:
                     hint = "draw a random view for each"
                     self.fault(
                         "data", "two views of a batch are the same", hint, value=digest(half)
                     )
 
-    def _note_forward(self, call: Called, *, has_gradients: bool) -> Forward:
+    def _note_forward(self, call: TorchCall, *, has_gradients: bool) -> Forward:
         module, inputs = call.owner, call.tensors
         given = [it for one in inputs if one.requires_grad for it in leaves(one)]
         self.inputs += [one for one in given if not isinstance(one, nn.Parameter)]
@@ -382,7 +384,7 @@ class Observer(Trace):
             syncs=getattr(module, "require_backward_grad_sync", None),
             behind=frozenset(given),
             tokens=tokens_of(call.options.get("input_ids", *call.args[1:2])),
-            cause=None if module.training else self.made.get(module),
+            cause=None if module.training else self.causes.get(module),
         )
 
     def _note_outputs(self, event: Forward, outputs: list[Tensor]) -> None:
@@ -399,21 +401,21 @@ class Observer(Trace):
         tokens = event.tokens
         event.returned = tuple(digest(one[:1]) for one in outputs if one.dim() and is_plain(one))
         for one in outputs:
-            self._mark(one, event, "is_trained_on")
+            self._mark_when_reached(one, event, "is_trained_on")
             if tokens is not None and one.shape[:-1] == tokens.shape:
                 notes_on(one)[OF_TOKENS] = True
-        labels = tokens_of(self.given.options.get("labels"))
+        labels = tokens_of(self.model_call.options.get("labels"))
         if labels is not None and any(
             type(one).__name__.endswith(SHIFTS) for one in event.module.modules()
         ):
             note_targets(self, event, labels[:, 1:])
 
-    def _log_softmax(self, call: Called) -> None:
+    def _on_log_softmax(self, call: TorchCall) -> None:
         if made_by(call.owner) == "Softmax":
             hint = "give it the values before softmax"
             self.fault("logits", "log_softmax gets probabilities", hint)
 
-    def _signs(self, call: Called) -> None:
+    def _on_loss_of_signs(self, call: TorchCall) -> None:
         target = call.argument("target")
         if target.numel() and not target.min():
             self.fault(
@@ -422,12 +424,12 @@ class Observer(Trace):
                 "give it 2 * target - 1",
             )
 
-    def _mark(self, one: Tensor, event: Event, name: str) -> None:
+    def _mark_when_reached(self, one: Tensor, event: Event, name: str) -> None:
         """Set an attribute of an event when a backward pass reaches a tensor."""
         if one.grad_fn is not None and is_plain(one):
             one.register_hook(lambda _: None if self.is_attack else setattr(event, name, True))
 
-    def _loss(self, call: Called) -> None:
+    def _on_loss(self, call: TorchCall) -> None:
         value = call.run()
         if isinstance(value, Tensor) and torch.is_grad_enabled() and not value.requires_grad:
             self.grad_place = users_line()
@@ -442,7 +444,7 @@ class Observer(Trace):
             if value.numel() == 1 and term.reduction != "none":
                 notes_on(value)[TERM] = term
             target = options["target"]
-            columns = columns_of(next(iter(self.given.tensors), None), target)
+            columns = columns_of(next(iter(self.model_call.tensors), None), target)
             event = self.note(LossCall, term=term, targets=digest(target), columns=columns)
             forward = self.last.get(Forward)
             self.loss_call = event
@@ -454,7 +456,7 @@ class Observer(Trace):
                 self.fault("targets", "the targets are noise that no model was given", hint, event)
             if term.name != "ctc_loss":  # whose target is the number of labels of each sample
                 note_batches(self, target, event)
-            self._mark(value, event, "is_used")
+            self._mark_when_reached(value, event, "is_used")
             if forward and term.name in ("cross_entropy", "nll_loss"):
                 note_targets(
                     self,
@@ -465,7 +467,7 @@ class Observer(Trace):
                     is_whole=term.reduction != "none",
                 )
 
-    def _into(self, call: Called) -> None:
+    def _on_write(self, call: TorchCall) -> None:
         one, *others = call.args
         # Before training, entries that a checkpoint lacks stay; a negative factor is a decay.
         numbers = (by for by in (*others, *call.options.values()) if isinstance(by, int | float))
@@ -479,23 +481,23 @@ class Observer(Trace):
                 if digest(one) != digest(weight):
                     note_average(self, one, [weight], share)
 
-    def _pure(self, call: Called) -> None:
+    def _on_pure_call(self, call: TorchCall) -> None:
         given = (*call.args, *call.options.values())
         is_pure = "out" not in call.options and not any(one is True for one in given)
-        self._note_lost(call.function.__name__.strip("_"), call.caller, is_pure=is_pure)
+        self._note_unused_result(call.function.__name__.strip("_"), call.caller, is_pure=is_pure)
 
-    def _note_lost(self, name: str, caller: Any, *, is_pure: bool) -> None:
+    def _note_unused_result(self, name: str, caller: Any, *, is_pure: bool) -> None:
         if is_pure and loses(caller):
             hint = "assign it, or change the tensor in place, as by mul_()"
             self.fault("results", f"the result of {name} is not used", hint)
 
-    def _combine(self, call: Called) -> None:
+    def _on_arithmetic(self, call: TorchCall) -> None:
         value, name = call.run(), call.function.__name__
         both = [one for one in (*call.args, *call.options.values()) if isinstance(one, Tensor)]
         if not isinstance(value, Tensor):
             return
         if name in ("__sub__", "__mul__") and len(both) == 2:
-            self._note_crossed(*both)
+            self._note_outer_product(*both)
         if self.num_made and not self.step_depth:
             self._note_share(value, both[0], *call.args)
         # `first` has no gradient, if one of them has none.
@@ -516,7 +518,7 @@ class Observer(Trace):
                 value=self.num_made.total(),
             )
         if name in SCALING:
-            self._note_weighed(value, first, other)
+            self._note_weighted_loss(value, first, other)
         elif value.numel() == 1 and value.grad_fn is not None and value.is_floating_point():
             number = next((one for one in call.args if one is not other), other)
             is_tensor = isinstance(number, Tensor)
@@ -534,7 +536,7 @@ class Observer(Trace):
                     if weight.shape == value.shape and digest(weight) == digest(factor):
                         self.shares[value] = weight, one
 
-    def _note_weighed(self, value: Tensor, weight: Tensor, one: Tensor) -> None:
+    def _note_weighted_loss(self, value: Tensor, weight: Tensor, one: Tensor) -> None:
         """Note a loss that is multiplied by weights, and noise that is by an exponential."""
         node: Any = one.grad_fn
         is_noise = weight.numel() > 1 and not weight.requires_grad
@@ -551,7 +553,7 @@ class Observer(Trace):
                 'give the loss reduction="none", multiply, and take the mean then',
             )
 
-    def _view(self, call: Called) -> None:
+    def _on_view(self, call: TorchCall) -> None:
         if call.caller.f_code.co_filename.startswith(LIBRARIES):
             return
         one, value = call.owner, call.run()
@@ -571,7 +573,7 @@ class Observer(Trace):
                 value=digest(value),
             )
 
-    def _note_crossed(self, one: Tensor, other: Tensor) -> None:
+    def _note_outer_product(self, one: Tensor, other: Tensor) -> None:
         """Note a result of each output with each target, where one of them has a column."""
         column, row = (one, other) if one.dim() == 2 else (other, one)
         number = len(row) if row.dim() else 0
@@ -592,24 +594,24 @@ class Observer(Trace):
             value=digest(other if one.requires_grad else one),
         )
 
-    def _detach(self, call: Called) -> None:
+    def _on_detach(self, call: TorchCall) -> None:
         one = call.owner
         is_made = self.depth or one.grad_fn is not None
         is_ours = call.caller.f_globals.get("__package__") == __package__
         if one.requires_grad and is_made and not is_ours:
             place = users_line()
-            self.cut[place] = self.cut.get(place) or {*leaves(one)}
-            self.note(Cut, behind=self.cut[place])
+            self.behind_detach[place] = self.behind_detach.get(place) or {*leaves(one)}
+            self.note(Cut, behind=self.behind_detach[place])
 
-    def _sample(self, call: Called) -> None:
+    def _on_sample(self, call: TorchCall) -> None:
         own = call.owner
         given = vars(own) if isinstance(own, Distribution) else (call.args, call.options)
         is_passed = any(one.requires_grad for one in tensors_of(given))
         if is_passed and getattr(own, "has_rsample", True) and torch.is_grad_enabled():
             for one in tensors_of(call.run()):
-                self.drawn[one] = users_line()
+                self.samples_without_gradient[one] = users_line()
 
-    def _choose(self, call: Called) -> None:
+    def _on_categorical(self, call: TorchCall) -> None:
         chances, logits = call.argument("probs"), call.argument("logits")
         if isinstance(logits, Tensor) and made_by(logits) in ("Softmax", "Sigmoid"):
             self.fault("logits", "its logits are probabilities", "give it as probs=")
@@ -622,7 +624,7 @@ class Observer(Trace):
                     "call softmax(-1)",
                 )
 
-    def _grad(self, call: Called) -> None:
+    def _on_autograd_grad(self, call: TorchCall) -> None:
         wanted = call.listed("inputs")
         if not call.argument("create_graph"):
             self.grad_place = users_line()
@@ -641,11 +643,11 @@ class Observer(Trace):
                 value=self.num_steps_made,
             )
 
-    def _draw(self, call: Called) -> None:
+    def _on_noise(self, call: TorchCall) -> None:
         if not self.depth:
             self.noise[call.run()] = True
 
-    def _dropout(self, call: Called) -> None:
+    def _on_dropout(self, call: TorchCall) -> None:
         forward, owner = self.last.get(Forward), call.caller.f_locals.get("self")
         options = {"p": 0.5, "training": None, **call.bound().arguments}
         if forward and options["p"] and self.depth:
@@ -680,7 +682,7 @@ class Observer(Trace):
             measured = "dropout is recomputed with other random numbers"
             self.fault("mode", measured, hint, self.masks[kind])
 
-    def _attention(self, call: Called) -> None:
+    def _on_attention(self, call: TorchCall) -> None:
         mask = call.options.get("attn_mask", *call.args[3:4])
         is_floats = isinstance(mask, Tensor) and mask.is_floating_point()
         if is_floats and mask.any() and (mask == mask.bool()).all():
@@ -692,7 +694,7 @@ class Observer(Trace):
 
     # The backward pass.
 
-    def _backward(self, call: Called) -> None:
+    def _on_backward(self, call: TorchCall) -> None:
         loss, *_ = call.listed("tensors")
         if in_backward() or loss.numel() != 1:
             return
@@ -700,7 +702,7 @@ class Observer(Trace):
         for optimizer in self.optimizers:
             parameters += parameters_of(optimizer)
         # Also of modules that no other one has.
-        for module in self.ran[True]:
+        for module in self.modules_run[True]:
             parameters += nn.Module.parameters(module, recurse=False)
         terms, numbers, scale, is_second = terms_of(loss)
         event = self.note(
@@ -746,7 +748,7 @@ class Observer(Trace):
         if not self.num_made and len(self.of(Backward)) > 50 * self.num_steps:
             self.when_enough(self)
 
-    def _scaling(self, call: Called) -> None:
+    def _on_scaler(self, call: TorchCall) -> None:
         scaler, name = call.owner, call.function.__name__
         if not scaler.is_enabled():
             return
@@ -760,7 +762,7 @@ class Observer(Trace):
         elif name == "step" and not isinstance(self.events[-1], Step):
             self.note(Stepping, optimizer=own)
 
-    def _clip(self, call: Called) -> None:
+    def _on_clip(self, call: TorchCall) -> None:
         most = float(call.bound().args[1])
         # It gives the norm of the gradients and leaves them as they are.
         if math.isinf(most):
@@ -793,7 +795,7 @@ class Observer(Trace):
                 event,
             )
 
-    def _zero(self, call: Called) -> None:
+    def _on_zero_grad(self, call: TorchCall) -> None:
         owner = call.owner
         is_module = isinstance(owner, nn.Module)
         parameters = frozenset(owner.parameters() if is_module else parameters_of(owner))
@@ -802,7 +804,7 @@ class Observer(Trace):
 
     # Models and steps.
 
-    def _load(self, call: Called) -> None:
+    def _on_load_state_dict(self, call: TorchCall) -> None:
         found = call.run()
         num_keys = len(call.owner.state_dict())
         if found.unexpected_keys and len(found.missing_keys) == num_keys > 0:
@@ -812,7 +814,7 @@ class Observer(Trace):
                 "compare the names, such as a prefix; strict=True (the default) would refuse it",
             )
 
-    def _state_dict(self, call: Called) -> None:
+    def _on_state_dict(self, call: TorchCall) -> None:
         if "state_dict().update(" in users_text():
             self.fault(
                 "results",
@@ -820,7 +822,7 @@ class Observer(Trace):
                 "call load_state_dict()",
             )
 
-    def _made(self, call: Called) -> None:
+    def _on_new_optimizer(self, call: TorchCall) -> None:
         call.run()
         one = call.owner
         self.optimizers.append(one)
@@ -829,9 +831,9 @@ class Observer(Trace):
         }
         # Not a line of the object's own class, where that is the user's.
         lines = users_lines(*(f"{kind.__qualname__}.__init__" for kind in type(one).__mro__))
-        self.made[one] = Event(lines)
+        self.causes[one] = Event(lines)
 
-    def _set(self, call: Called) -> None:
+    def _on_optimizer_attribute(self, call: TorchCall) -> None:
         one, name, value = call.args
         is_known = type(one).__module__.startswith("torch.")
         if name == "lr" and is_known and value not in rates_of(one):
@@ -841,12 +843,12 @@ class Observer(Trace):
                 'set group["lr"] of each group in optimizer.param_groups',
             )
 
-    def _set_mode(self, call: Called) -> None:
+    def _on_train_mode(self, call: TorchCall) -> None:
         # Each part is set by a call, and `eval` calls this, also where a model has its own.
         if call.owner.training != call.bound().arguments.get("mode", True):
-            self.made[call.owner] = Event(users_lines())
+            self.causes[call.owner] = Event(users_lines())
 
-    def _schedule(self, call: Called) -> None:
+    def _on_schedule(self, call: TorchCall) -> None:
         scheduler, caller = call.owner, call.caller
         self.schedule_depth += 1
         try:
@@ -862,13 +864,13 @@ class Observer(Trace):
             rates = rates_of(scheduler.optimizer)
             self.note(Schedule, scheduler=scheduler, rates=rates, num_expected=number)
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _on_step_begin(self, optimizer: Optimizer, *_: Any) -> None:
         if not self.step_depth:
             self.gradient.use()
             self.before = state_of(optimizer), copies_of(parameters_of(optimizer))
         self.step_depth += 1
 
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _on_step_end(self, optimizer: Optimizer, *_: Any) -> None:
         self.step_depth -= 1
         if self.step_depth:  # an optimizer that steps another one
             return
@@ -897,10 +899,10 @@ class Observer(Trace):
             half_moved=half_moved(own),
             in_backward=in_backward(),
             generator=_generator(),
-            cause=self.made.get(optimizer),
+            cause=self.causes.get(optimizer),
         )
         plain = (one for one in parameters if one in slopes and is_plain(one))
-        self.stepped |= {one.data_ptr(): (one, event.origin) for one in plain}
+        self.optimizer_by_address |= {one.data_ptr(): (one, event.origin) for one in plain}
         if not all(map(math.isfinite, slopes.values())):
             self.fault("sign", "a step on gradients that are not finite", LOOK, event)
         if frozen := moved.intersection(self.of_roots(trained=False)):
@@ -914,11 +916,11 @@ class Observer(Trace):
         # A warm-up may begin with a rate of 0, and a model with a head of zeros.
         if any(event.rates) or not event.rates:
             probe(self)
-        self.began = self.began or time.monotonic()
+        self.first_step_time = self.first_step_time or time.monotonic()
         self.num_made[optimizer] += 1
         self.growth.count(self.num_steps_made)
         if self.num_made[optimizer] == FEWEST_STEPS:
-            self.living |= leaves_alone(self, self.leaves)
+            self.lone_leaves |= leaves_alone(self, self.leaves)
         if self._is_enough(self.num_made[optimizer]):
             self.finish()
             self.when_enough(self)
@@ -927,16 +929,18 @@ class Observer(Trace):
         """Return whether to end; a quick loop goes on until its second epoch has begun."""
         if num_steps < self.num_steps:
             return self.num_made.total() >= MOST_STEPS * self.num_steps
-        self.later = later_stage()
+        self.unreached_line = later_stage()
         # Ranks must end at the same step, whatever time each has taken.
-        is_late = world_size() > 1 or time.monotonic() - self.began > MORE_SECONDS
-        if is_late or num_steps >= self.num_steps * (MOST_STEPS if self.later else MORE_STEPS):
+        is_late = world_size() > 1 or time.monotonic() - self.first_step_time > MORE_SECONDS
+        if is_late or num_steps >= self.num_steps * (
+            MOST_STEPS if self.unreached_line else MORE_STEPS
+        ):
             return True
         fetches = self.of(Fetch)
         batches = [one.digests for one in fetches]
         # Past the first four batches of another pass. Without a DataLoader no pass is known.
         is_again = not all(batches) and all(batches[-4:])
-        return is_again and fetches[-1].loader is fetches[0].loader and not self.later
+        return is_again and fetches[-1].loader is fetches[0].loader and not self.unreached_line
 
     def finish(self) -> None:
         for place, measured in self.growth.found.values():
@@ -953,7 +957,7 @@ class Observer(Trace):
                 "keep loss.item() or tensor.detach() in place of the tensor",
                 place,
             )
-        for module in self.ran[False] | self.ran[True]:
+        for module in self.modules_run[False] | self.modules_run[True]:
             for name, parameter in module.named_parameters(recurse=False):
                 self.names.setdefault(parameter, f"{type(module).__name__}.{name}")
 
@@ -972,7 +976,7 @@ def _num_exchanges() -> int:
     return sum(one._get_sequence_number_for_group() for one in groups)
 
 
-def _uncompiled(call: Called) -> None:
+def _skip_compile(call: TorchCall) -> None:
     model = call.argument("model")
     call.result = (lambda function: function) if model is None else model
 
@@ -996,6 +1000,6 @@ def observe(
             # A rank whose steps are all made has ended.
             if world_size() == 1 or "by peer" not in str(error):
                 observer.error = error
-        observer.later = ""
+        observer.unreached_line = ""
         observer.finish()
     return observer

@@ -33,8 +33,8 @@ class Gradient:
         # The first one of a usual size.
         self.parameter = next((one for one in parameters if 1 < one.numel() < MOST_SMALL), None)
         self.grad = getattr(self.parameter, "grad", None)
-        self.made = self._measured()
-        self.used: tuple[float, float] | None = None
+        self.made_gradient = self._measured()
+        self.used_gradient: tuple[float, float] | None = None
 
     def _measured(self) -> tuple[float, float]:
         """Return a number that is linear in its values, and their norm."""
@@ -43,17 +43,24 @@ class Gradient:
 
     def use(self) -> None:
         """Measure it again, at the first call after a backward call."""
-        self.used = self.used or self._measured()
+        self.used_gradient = self.used_gradient or self._measured()
 
     def facts(self, own: Container[Tensor]) -> dict[str, Any]:
         """Return what is noted of it for a step, if it is of one of these parameters."""
-        (made, norm), (used, norm_used) = self.made, self.used or self.made
+        (made, norm), (used, norm_used) = (
+            self.made_gradient,
+            self.used_gradient or self.made_gradient,
+        )
         if self.parameter not in own or not made:
-            return {"made": 0.0, "used": 0.0, "factor": 1.0}
+            return {"made_gradient": 0.0, "used_gradient": 0.0, "factor": 1.0}
         factor = used / made
         is_same = getattr(self.parameter, "grad", None) is self.grad
         is_multiplied = is_same and math.isclose(norm_used, abs(factor) * norm, rel_tol=1e-3)
-        return {"made": made, "used": used, "factor": factor if is_multiplied else None}
+        return {
+            "made_gradient": made,
+            "used_gradient": used,
+            "factor": factor if is_multiplied else None,
+        }
 
 
 def copies_of(parameters: Sequence[Tensor]) -> dict[Tensor, Tensor] | None:
