@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from curry_train.gates import discover
-from curry_train.gates.first_look import explained, look
+from curry_train.gates.first_look import explain_failure, look
 from curry_train.workloads import Case, load_workload
 
 from ..saboteurs.saboteurs import gates, require
@@ -53,4 +53,4 @@ def test_a_state_that_no_checkpoint_holds_does_not_apply_with_the_cause():
     case = Case(load_workload(f"{__file__}:function"))
     findings = look(case)
     for gate in discover(["checkpoint-policy"]):
-        require(explained(gate.run(case), findings), None, "_extra_state")
+        require(explain_failure(gate.run(case), findings), None, "_extra_state")

@@ -8,7 +8,7 @@ import fnmatch
 import pytest
 
 from curry_train.gates import discover
-from curry_train.gates.first_look import explained, look
+from curry_train.gates.first_look import explain_failure, look
 from curry_train.gates.same_training import flops_again
 from curry_train.gates.verdict import drop_shared_results
 from curry_train.workloads import Case, load_workload
@@ -97,7 +97,7 @@ def verdicts_on(name, gates):
     findings = look(case)
     left_out, _ = NEED_NOT_APPLY.get(name, ([], ""))
     patterns = [*NEED_A_PART, *left_out]
-    verdicts = [explained(gate.run(case), findings) for gate in gates]
+    verdicts = [explain_failure(gate.run(case), findings) for gate in gates]
     drop_shared_results()
     wrong = [
         verdict

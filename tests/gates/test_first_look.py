@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from curry_train.gates import Verdict
-from curry_train.gates.first_look import FailureCause, explained, look
+from curry_train.gates.first_look import FailureCause, explain_failure, look
 from curry_train.gates.recompute import compare_inactive
 from curry_train.workloads import Case
 
@@ -33,12 +33,12 @@ def test_a_loss_that_is_not_a_number_is_no_state():
 def test_only_a_failure_is_explained():
     finding = FailureCause("the cause", ("sac/*",))
     failed = Verdict("sac/products", False, "1", "2", "mend it")
-    assert explained(failed, [finding]).passed is None
-    assert explained(failed, [finding]).hint == "the cause"
+    assert explain_failure(failed, [finding]).passed is None
+    assert explain_failure(failed, [finding]).hint == "the cause"
     held = Verdict("sac/products", True, "2", "2")
-    assert explained(held, [finding]) is held
+    assert explain_failure(held, [finding]) is held
     other = Verdict("recompute/off", False, "1", "2", "mend it")
-    assert explained(other, [finding]) is other
+    assert explain_failure(other, [finding]) is other
 
 
 def test_a_failure_for_another_reason_is_not_explained_by_sparse_gradients():
@@ -46,9 +46,9 @@ def test_a_failure_for_another_reason_is_not_explained_by_sparse_gradients():
     of_adamw = Verdict(
         "loss-spike/found", False, "raised RuntimeError: no Sparse gradients", "to run", "x"
     )
-    assert explained(of_adamw, [finding]).passed is None
+    assert explain_failure(of_adamw, [finding]).passed is None
     lost = Verdict("checkpoint-policy/bitwise", False, "3 of 120 values equal", "120", "save all")
-    assert explained(lost, [finding]) is lost
+    assert explain_failure(lost, [finding]) is lost
 
 
 def test_validate_prints_a_cause_once_and_gates_that_hold_stay_held(tmp_path):

@@ -122,7 +122,7 @@ def test_a_wrapper_that_rank_1_alone_refuses_is_not_compared(monkeypatch):
     held, refused = ("error 0.5", True), ("no DDP here", None)
 
     def outcome(*results):
-        monkeypatch.setattr(two_ranks, "_on_two_ranks", lambda *_: results)
+        monkeypatch.setattr(two_ranks, "_run_on_two_ranks", lambda *_: results)
         return two_ranks.compare_on_ranks("a:b", None, required="1", hint="mend it")
 
     measured, _, hint = outcome({"DDP": held, "FSDP2": held}, {"DDP": refused, "FSDP2": held})

@@ -14,7 +14,7 @@ import torch
 from click import echo
 
 from ..core.wording import format_bytes, parse_bytes, provenance, write_json
-from ..gates.memory_plan import measured_peak
+from ..gates.memory_plan import measure_real_peak
 from ..plan.card import WORST_RESERVED_ERROR
 from ..plan.device import PROFILES, find_profile, profile_of
 from ..plan.fewest import fewest_gpus
@@ -321,4 +321,6 @@ def _measure(plan: Plan, spec: str, place: torch.device, settings: PlannerOption
     case = Case(
         load_workload(spec), place, settings.dtype, batch_size=plan.microbatch, seed=settings.seed
     )
-    return measured_peak(case, plan.apply, optimizer=settings.optimizer, accumulated=plan.steps > 1)
+    return measure_real_peak(
+        case, plan.apply, optimizer=settings.optimizer, accumulated=plan.steps > 1
+    )

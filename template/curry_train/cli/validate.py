@@ -19,7 +19,7 @@ from click import echo
 from ..core.blocks import find_blocks
 from ..core.measure import heap_kept
 from ..core.wording import error_in_a_line, format_duration, format_seconds
-from ..gates.first_look import FailureCause, explained, look
+from ..gates.first_look import FailureCause, explain_failure, look
 from ..gates.implementation import CONTRACTS, Implementation, load_implementation
 from ..gates.loop_events import grouped
 from ..gates.loop_run import loop_verdicts
@@ -301,7 +301,7 @@ def _measured(
     for name, gate in itertools.product(looks, gates):
         with messages_on_screen(f"{name}: {gate.name}"):
             verdict = next(verdicts)
-        yield explained(verdict, looks[name].findings)
+        yield explain_failure(verdict, looks[name].findings)
 
 
 def _look(case: Case) -> FirstLook:

@@ -22,8 +22,14 @@ from ..core.generators import seeded
 from ..plan.optimizers import make_optimizer
 from ..runs.attach import saving
 from ..workloads.workload import Case
-from .own_training import different_names, new_batch, new_training, printed_state, take_user_step
-from .two_ranks import Found, Measured, Wrapped, compare_on_ranks, under_both
+from .own_training import (
+    describe_state,
+    draw_batch,
+    find_differences,
+    make_training,
+    take_user_step,
+)
+from .two_ranks import Found, Measured, Wrapped, compare_on_ranks, measure_under_both
 from .verdict import Gate, Outcome
 
 # Steps of the training, and where it is stopped.
@@ -35,16 +41,16 @@ def compare_resumed(case: Case, *, attach: Callable[..., Any] = saving) -> Outco
     """Stop a training, resume it in new objects, and compare it with one that was not stopped."""
 
     def make(resumes: bool) -> tuple[nn.Module, Optimizer]:
-        return new_training(replace(case, seed=case.seed + resumes))
+        return make_training(replace(case, seed=case.seed + resumes))
 
     with tempfile.TemporaryDirectory(prefix="checkpoint-gate-") as folder:
-        train, expected, wrong = _resumed(case, make, attach, Path(folder), seed=case.seed)
+        train, expected, wrong = _train_and_resume(case, make, attach, Path(folder), seed=case.seed)
         hint = ""
         if wrong:
             saved = train("stopped", until=STOPPED_AFTER)
             restored = train("stopped", until=STOPPED_AFTER, resumes=True)
             hint = f"{wrong[0]} differs: a part of the model is not in its state_dict()"
-            if lost := different_names(restored, saved):
+            if lost := find_differences(restored, saved):
                 hint = f"not saved, or not restored: {', '.join(lost[:3])}"
             elif train("again", until=NUM_STEPS) != expected:
                 hint = ""
@@ -76,19 +82,19 @@ def _resume_on_rank(case: Case, folder: str, attach: Callable[..., Any]) -> Foun
             return model, make_optimizer("adamw", model)
 
         seed = case.seed + dist.get_rank()
-        _, expected, wrong = _resumed(case, make, attach, Path(folder, kind), seed=seed)
+        _, expected, wrong = _train_and_resume(case, make, attach, Path(folder, kind), seed=seed)
         first = f" ({wrong[0]})" if wrong else ""
         return f"{len(expected):,} values, {len(wrong)} differ{first}", not wrong
 
     # Routed experts are used at some steps alone.
-    return under_both(case, [case.batch()], measure, unused=True)
+    return measure_under_both(case, [case.batch()], measure, unused=True)
 
 
 # Trains a run of this name until a step, from what its folder holds, and returns the state by name.
 Train = Callable[..., dict[str, str]]
 
 
-def _resumed(
+def _train_and_resume(
     case: Case,
     make: Callable[[bool], tuple[nn.Module, Optimizer]],
     attach: Callable[..., Any],
@@ -109,7 +115,7 @@ def _resumed(
                 for _ in run.batches(range(NUM_STEPS + 1)):
                     if run.steps == until:
                         break
-                    batch = new_batch(case)
+                    batch = draw_batch(case)
                     # These generators move in each step too, and a checkpoint has to hold how far.
                     random.random()
                     numpy.random.rand()
@@ -118,12 +124,12 @@ def _resumed(
                         loss = take_user_step(case, model, optimizer, batch)
                     run.step(loss=loss)
             counter = {"step": run.steps, "position": run.state.position}
-            return printed_state(model, optimizer, generator=generator_digests(), counter=counter)
+            return describe_state(model, optimizer, generator=generator_digests(), counter=counter)
 
     expected = train("straight", until=NUM_STEPS)
     train("resumed", until=STOPPED_AFTER)
     found = train("resumed", until=NUM_STEPS, resumes=True)
-    return train, expected, different_names(found, expected)
+    return train, expected, find_differences(found, expected)
 
 
 GATES = (

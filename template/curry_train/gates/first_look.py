@@ -1,7 +1,7 @@
 """Look at a model once before its gates: find what several of them would fail on.
 
     findings = look(case)
-    verdict = explained(gate.run(case), findings)
+    verdict = explain_failure(gate.run(case), findings)
 
 Two steps of the plain model show it: state between calls, noise in eval mode, blocks that no
 technique can change. A gate that fails for such a cause is not applicable, and the cause is printed
@@ -34,7 +34,7 @@ from ..primitives.running_blocks import (
     unusual_blocks,
 )
 from ..workloads.workload import Case, tensors_at
-from .same_training import uncompiled
+from .same_training import run_uncompiled
 from .verdict import Verdict
 
 # Gates of strategies that measure the model before they change it, which moves its state.
@@ -96,7 +96,7 @@ class FailureCause:
     symptom: str = ""
 
 
-def explained(verdict: Verdict, findings: Sequence[FailureCause]) -> Verdict:
+def explain_failure(verdict: Verdict, findings: Sequence[FailureCause]) -> Verdict:
     """Return a failed verdict as not applicable, if a finding is its cause."""
     described = f"{verdict.measured} {verdict.hint}".lower()
     for finding in findings if verdict.passed is False else ():
@@ -109,11 +109,11 @@ def explained(verdict: Verdict, findings: Sequence[FailureCause]) -> Verdict:
 def look(case: Case) -> tuple[FailureCause, ...]:
     """Run a few forwards and one backward of the plain model, and return what was found."""
     module = case.build()
-    with uncompiled(module):
-        return tuple(_findings(case, module))
+    with run_uncompiled(module):
+        return tuple(_find_causes(case, module))
 
 
-def _findings(case: Case, module: nn.Module) -> Iterator[FailureCause]:
+def _find_causes(case: Case, module: nn.Module) -> Iterator[FailureCause]:
     scripted = [*find_modules(module, torch.jit.ScriptModule)]
     if scripted:
         cause = (
@@ -147,16 +147,16 @@ def _findings(case: Case, module: nn.Module) -> Iterator[FailureCause]:
     saves = True
     try:
         record = record_forward(module, batch, case.workload.mean_loss)
-        yield from _on_blocks(record, names)
+        yield from _examine_blocks(record, names)
         names = [name for name in names if name in record.calls]
         saves = any(call.end > call.start for name in names for call in record.calls[name])
     except HooksRefused as refusal:
         yield FailureCause(str(refusal), (*CHANGE_BLOCKS, "snn-timesteps/*"))
-    yield from _on_calls(case, module)
-    yield from _on_step(case, batch, names, saves=saves)
+    yield from _compare_calls(case, module)
+    yield from _examine_step(case, batch, names, saves=saves)
 
 
-def _on_blocks(record: ForwardRecord, names: Sequence[str]) -> Iterator[FailureCause]:
+def _examine_blocks(record: ForwardRecord, names: Sequence[str]) -> Iterator[FailureCause]:
     unusual = unusual_blocks(record, names)
     reasons = {
         trait: found
@@ -179,7 +179,7 @@ def _on_blocks(record: ForwardRecord, names: Sequence[str]) -> Iterator[FailureC
         yield FailureCause(cause, ("recompute/parity-*",), symptom="nothing ran twice")
 
 
-def _on_calls(case: Case, module: nn.Module) -> Iterator[FailureCause]:
+def _compare_calls(case: Case, module: nn.Module) -> Iterator[FailureCause]:
     """Compare calls of one module on one batch."""
 
     def loss_of_call() -> float:
@@ -187,10 +187,12 @@ def _on_calls(case: Case, module: nn.Module) -> Iterator[FailureCause]:
             # Two losses that are not a number don't compare as equal.
             return case.mean_loss(module).nan_to_num(torch.inf, torch.inf).item()
 
-    before = _numbers_and_generators(module)
+    before = _read_numbers_and_generators(module)
     values = [loss_of_call() for _ in range(2)]
     changing = [
-        name for name, value in _numbers_and_generators(module).items() if before.get(name) != value
+        name
+        for name, value in _read_numbers_and_generators(module).items()
+        if before.get(name) != value
     ]
     # A counter may act only in each n-th call.
     while changing and len(set(values)) == 1 and len(values) < CALLS_OF_A_COUNTER:
@@ -212,10 +214,10 @@ def _on_calls(case: Case, module: nn.Module) -> Iterator[FailureCause]:
             f"to {after:.6g}, so steps of one module can't be compared; judge it without them",
             COMPARE_STEPS,
         )
-    yield from _on_eval_mode(case, module)
+    yield from _call_in_eval_mode(case, module)
 
 
-def _on_eval_mode(case: Case, module: nn.Module) -> Iterator[FailureCause]:
+def _call_in_eval_mode(case: Case, module: nn.Module) -> Iterator[FailureCause]:
     """Call the module in eval mode, which may raise."""
     module.eval()
     try:
@@ -236,7 +238,7 @@ def _on_eval_mode(case: Case, module: nn.Module) -> Iterator[FailureCause]:
 CALLS_OF_A_COUNTER = 20
 
 
-def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _list_own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield what the modules inside keep in plain attributes, by name."""
     for name, part in module.named_modules():
         for attribute, value in vars(part).items():
@@ -244,16 +246,16 @@ def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{name}.{attribute}".removeprefix("."), value
 
 
-def _numbers_and_generators(module: nn.Module) -> dict[str, Any]:
+def _read_numbers_and_generators(module: nn.Module) -> dict[str, Any]:
     """Return numbers and states of generators in plain attributes of the modules, by name."""
     return {
         name: bytes(value.get_state().tolist()) if isinstance(value, torch.Generator) else value
-        for name, value in _own_attributes(module)
+        for name, value in _list_own_attributes(module)
         if isinstance(value, int | float | torch.Generator)
     }
 
 
-def _on_step(
+def _examine_step(
     case: Case, batch: Any, names: Sequence[str], *, saves: bool
 ) -> Iterator[FailureCause]:
     """Find what a step leaves or runs again by itself, and gradients that are not dense."""
@@ -265,17 +267,17 @@ def _on_step(
             part.register_forward_pre_hook(
                 lambda *_, name=name: again.append(name) if in_backward() else None
             )
-    before = {id(tensor) for tensor in _living_tensors()}
+    before = {id(tensor) for tensor in _list_living_tensors()}
     case.mean_loss(module, batch).backward()
     parameters = [*module.parameters()]
     known = {*parameters, *module.buffers(), *(one.grad for one in parameters)}
     left = dict.fromkeys(
-        one for one in _living_tensors() if id(one) not in before and one not in known
+        one for one in _list_living_tensors() if id(one) not in before and one not in known
     )
     if left:
         kept = [
             f"{name}{keystr(path)}"
-            for name, value in _own_attributes(module)
+            for name, value in _list_own_attributes(module)
             for path, one in tree_flatten_with_path(value)[0]
             if isinstance(one, Tensor) and one in left
         ]
@@ -308,6 +310,6 @@ def _on_step(
         )
 
 
-def _living_tensors() -> list[Tensor]:
+def _list_living_tensors() -> list[Tensor]:
     gc.collect()
     return [one for one in gc.get_objects() if type(one) is Tensor]

@@ -35,7 +35,7 @@ from ..workloads.from_script import launcher_variables
 from ..workloads.workload import Case
 from .implementation import takes
 from .same_training import step_of
-from .two_ranks import Found, GradientSyncs, Measured, Wrapped, compare_on_ranks, under_both
+from .two_ranks import Found, GradientSyncs, Measured, Wrapped, compare_on_ranks, measure_under_both
 from .verdict import Gate, NotApplicable, Outcome
 
 RANK_SIZES = [1, 4, 3]  # of the microbatches of one rank
@@ -109,7 +109,7 @@ def observe(
     return Observed(steps, None if scheduler is None else scheduler.last_epoch)
 
 
-def windows_by_hand(case: Case, batch: Any, sizes: Sizes) -> Iterator[Window[Any]]:
+def cut_windows(case: Case, batch: Any, sizes: Sizes) -> Iterator[Window[Any]]:
     """Cut a batch into windows of one process, also where ranks are running."""
     parts = iter(case.split(case.place(batch), [*itertools.chain(*sizes)]))
     for window in sizes:
@@ -166,7 +166,7 @@ def compare_windows(
     if mask:
         batch = mask(batch)
     microbatches = case.split(batch, [*itertools.chain(*sizes)])
-    first = _by_hand(case, batch, sizes).steps[0]
+    first = _observe_by_hand(case, batch, sizes).steps[0]
     norm = first.gradient_norm * (CLIPPED_SHARE if clips else 1.0)
     settings: dict[str, Any] = {
         # The first step changes the weights by a tenth at most.
@@ -174,7 +174,7 @@ def compare_windows(
         "clip_norm": norm if clips else None,
         "is_scheduled": is_scheduled,
     }
-    reference, tolerance = reference_by_hand(case, batch, sizes, **settings)
+    reference, tolerance = train_reference(case, batch, sizes, **settings)
     accumulation = GradientAccumulation(len(sizes[0]))
     windows = accumulation.windows(microbatches, count=case.workload.count)
     module = case.build().eval()
@@ -186,7 +186,7 @@ def compare_windows(
     return measured, required, "" if holds else hint
 
 
-def reference_by_hand(
+def train_reference(
     case: Case, batch: Any, sizes: Sizes, **settings: Any
 ) -> tuple[Observed, float]:
     """Train the batch by hand, a window at a time; return what was observed and the tolerance.
@@ -197,8 +197,8 @@ def reference_by_hand(
 
     def whole_and_difference(case: Case) -> tuple[Observed, float]:
         """Train on whole windows and on microbatches; return the first and the difference."""
-        whole = _by_hand(case, batch, [[sum(window)] for window in sizes], **settings)
-        return whole, _by_hand(case, batch, sizes, **settings).compare(whole).worst
+        whole = _observe_by_hand(case, batch, [[sum(window)] for window in sizes], **settings)
+        return whole, _observe_by_hand(case, batch, sizes, **settings).compare(whole).worst
 
     def is_rounding() -> bool:
         """Return whether the difference is much smaller in float64."""
@@ -223,8 +223,8 @@ def reference_by_hand(
     return whole, max(tolerance, DIVIDED_BATCH_FACTOR * difference)
 
 
-def _by_hand(case: Case, batch: Any, sizes: Sizes, **settings: Any) -> Observed:
-    windows = windows_by_hand(case, batch, sizes)
+def _observe_by_hand(case: Case, batch: Any, sizes: Sizes, **settings: Any) -> Observed:
+    windows = cut_windows(case, batch, sizes)
     return observe(case.build().eval(), windows, train_by_hand, case.workload.loss, **settings)
 
 
@@ -261,7 +261,7 @@ def scaled_window(case: Case, *, train_window: Train = train_window) -> Outcome:
 
     overflowed = observe(
         case.build().eval(),
-        windows_by_hand(case, case.batch(8), [[2] * 4]),
+        cut_windows(case, case.batch(8), [[2] * 4]),
         train_window,
         overflowing,
         is_scheduled=takes(train_window, "scheduler"),
@@ -279,7 +279,7 @@ def random_numbers(case: Case, *, train_window: Train = train_window) -> Outcome
     A number drawn next to each loss shows whether each microbatch draws its own.
     """
     sizes = [case.batch_size] * 3
-    windows = [*windows_by_hand(case, case.batch(sum(sizes)), [sizes])]
+    windows = [*cut_windows(case, case.batch(sum(sizes)), [sizes])]
 
     def training(train: Train) -> tuple[Observed, list[float]]:
         draws: list[float] = []
@@ -315,7 +315,7 @@ def random_numbers(case: Case, *, train_window: Train = train_window) -> Outcome
 def two_ranks(case: Case, *, train_window: Train = train_window) -> Outcome:
     """Compare DDP and FSDP2 on two gloo ranks with the large batch, with one sync per window."""
     # Raises NotApplicable here and not in the other processes.
-    reference_by_hand(case, case.batch(2 * sum(RANK_SIZES)), [2 * RANK_SIZES])
+    train_reference(case, case.batch(2 * sum(RANK_SIZES)), [2 * RANK_SIZES])
     return compare_on_ranks(
         _compare_on_rank,
         case,
@@ -335,7 +335,7 @@ def _compare_on_rank(case: Case, train: Train) -> Found:
         batch = case.workload.mask(batch)
     sizes = RANK_SIZES * num_ranks
     microbatches = case.split(batch, sizes)[len(RANK_SIZES) * rank :][: len(RANK_SIZES)]
-    reference, tolerance = reference_by_hand(case, batch, [sizes])
+    reference, tolerance = train_reference(case, batch, [sizes])
     (window,) = GradientAccumulation(len(RANK_SIZES)).windows(
         microbatches, count=case.workload.count
     )
@@ -360,7 +360,7 @@ def _compare_on_rank(case: Case, train: Train) -> Found:
         syncs = num_syncs / syncs_by_hand
         return f"{error:.1e}, syncs {syncs:g}", error <= tolerance and syncs == 1
 
-    return under_both(case, microbatches, measure)
+    return measure_under_both(case, microbatches, measure)
 
 
 GATES = (

@@ -9,7 +9,13 @@ from ..core.digest import generator_digests
 from ..core.generators import seeded
 from ..primitives.grad_flow import GradFlow
 from ..workloads.workload import Case
-from .own_training import different_names, new_batch, new_training, printed_state, take_user_step
+from .own_training import (
+    describe_state,
+    draw_batch,
+    find_differences,
+    make_training,
+    take_user_step,
+)
 from .verdict import Gate, NotApplicable, Outcome
 
 NUM_STEPS = 2
@@ -18,16 +24,16 @@ NUM_STEPS = 2
 def _train(case: Case, *, is_probed: bool) -> tuple[int, dict[str, str]]:
     """Train two steps; return the number of steps probed, and the losses and the state by name."""
     with seeded(case.seed):
-        model, optimizer = new_training(case)
+        model, optimizer = make_training(case)
         try:
             probe = GradFlow(model, optimizer, every=1)
         except ValueError as error:  # such as `DataParallel`
             raise NotApplicable(str(error)) from error
         with probe if is_probed else nullcontext():
             losses = [
-                take_user_step(case, model, optimizer, new_batch(case)) for _ in range(NUM_STEPS)
+                take_user_step(case, model, optimizer, draw_batch(case)) for _ in range(NUM_STEPS)
             ]
-        state = printed_state(model, optimizer, loss=losses, generator=generator_digests())
+        state = describe_state(model, optimizer, loss=losses, generator=generator_digests())
         return len(probe.records), state
 
 
@@ -38,7 +44,7 @@ def flow_same_training(case: Case) -> Outcome:
     )
     if plain != again:
         raise NotApplicable("the plain training does not repeat bit for bit")
-    wrong = different_names(probed, plain)
+    wrong = find_differences(probed, plain)
     hint = ""
     if wrong or num_records != NUM_STEPS:
         hint = (

@@ -259,8 +259,8 @@ def _check_loop(num_steps: int, num_layers: int, run: Callable[[], None], end: E
             remarks.append(f"in an optimizer, but without a gradient: {trace.named(idle)}")
         if trace.unreached_line:
             remarks.append(
-                f"{trace.unreached_line} was not reached; if it trains too, let the stages before it make "
-                "fewer steps"
+                f"{trace.unreached_line} was not reached; if it trains too, let the stages before "
+                "it make fewer steps"
             )
         verdicts = judge(trace)
         for one in remarks:

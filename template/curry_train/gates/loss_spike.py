@@ -12,7 +12,7 @@ from ..core.generators import seeded
 from ..runs.policy_config import SpikeConfig
 from ..runs.spike import SpikeWatchdog
 from ..workloads.workload import Case
-from .own_training import new_batch, new_training, take_user_step
+from .own_training import draw_batch, make_training, take_user_step
 from .verdict import Gate, NotApplicable, Outcome
 
 HEALTHY_STEPS = 40
@@ -34,9 +34,9 @@ def find_spikes(
         f"all within {WATCHDOG_CONFIG.patience} steps, NaN and infinity at once, and nothing else"
     )
     with seeded(case.seed):
-        model, optimizer = new_training(case)
+        model, optimizer = make_training(case)
         losses = [
-            float(take_user_step(case, model, optimizer, new_batch(case)))
+            float(take_user_step(case, model, optimizer, draw_batch(case)))
             for _ in range(HEALTHY_STEPS)
         ]
     if not all(map(math.isfinite, losses)):

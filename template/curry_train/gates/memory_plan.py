@@ -102,7 +102,7 @@ def compare_chunked_loss(case: Case, *, apply_chunked_loss: Change = apply_chunk
     candidate = step_of(case, module, batch)
     # Its dtype is a choice of the implementation.
     candidate = replace(candidate, loss=candidate.loss.to(reference.loss.dtype))
-    rounding = ROUNDING_FACTOR * _rounding(case, batch, reference)
+    rounding = ROUNDING_FACTOR * _measure_rounding(case, batch, reference)
     tolerance = max(OUTER_BOUND[case.dtype], rounding)
     same = compare(reference, candidate, tolerance=tolerance)
     measured = same.describe()
@@ -118,7 +118,7 @@ def compare_chunked_loss(case: Case, *, apply_chunked_loss: Change = apply_chunk
     return measured, f"within {tolerance:.0e}", hint
 
 
-def _rounding(case: Case, batch: Any, reference: StepRecord) -> float:
+def _measure_rounding(case: Case, batch: Any, reference: StepRecord) -> float:
     """Return how far the plain step is from the same step in float64.
 
     Tokens that the model predicts with a probability near 1 have gradients that are small
@@ -151,19 +151,17 @@ def _compare_many_tokens(case: Case, head: Head, apply: Change) -> Parity:
     )
     wide = replace(case, dtype=max(case.dtype, torch.float32, key=lambda one: one.itemsize))
     records = (
-        record_step(*_head_alone(wide, small, change, NUM_COMPARED_TOKENS), _head_loss)
-        for change in (_no_change, apply)
+        record_step(*_make_head(wide, small, change, NUM_COMPARED_TOKENS), _compute_head_loss)
+        for change in (_leave_unchanged, apply)
     )
     return compare(*records, tolerance=OUTER_BOUND[wide.dtype])
 
 
-def _no_change(module: nn.Module, *, head: str) -> None:
+def _leave_unchanged(module: nn.Module, *, head: str) -> None:
     pass
 
 
-def _head_alone(
-    case: Case, head: Head, change: Change, num_tokens: int
-) -> tuple[nn.Module, Tensor]:
+def _make_head(case: Case, head: Head, change: Change, num_tokens: int) -> tuple[nn.Module, Tensor]:
     """Make a head like the model's, changed, with its input as a parameter, and its targets."""
     options: dict[str, Any] = {"device": case.device, "dtype": case.dtype}
     with seeded(case.seed):
@@ -177,7 +175,7 @@ def _head_alone(
     return module, targets
 
 
-def _head_loss(module: nn.Module, targets: Tensor) -> Tensor:
+def _compute_head_loss(module: nn.Module, targets: Tensor) -> Tensor:
     return F.cross_entropy(module(module.hidden), targets)
 
 
@@ -189,16 +187,16 @@ def measure_chunked_memory(
     head = find_head(case)
 
     def measure(change: Change) -> Memory:
-        return measure_memory(*_head_alone(case, head, change, tokens), _head_loss)
+        return measure_memory(*_make_head(case, head, change, tokens), _compute_head_loss)
 
-    changes = (_no_change, apply_chunked_loss)
+    changes = (_leave_unchanged, apply_chunked_loss)
     tokens = NUM_MEASURED_TOKENS
     found: list[Memory] = []
     if case.device.type != "cuda":
         with contextlib.suppress(*NEEDS_VALUES_ERRORS), pretended():
             found = list(map(measure, changes))
     if not found:
-        tokens = _tokens_that_fit(case, head)
+        tokens = _count_tokens_that_fit(case, head)
         found = list(map(measure, changes))
     plain, chunked = found
 
@@ -218,7 +216,7 @@ def measure_chunked_memory(
     return measured, required, hint
 
 
-def _tokens_that_fit(case: Case, head: Head) -> int:
+def _count_tokens_that_fit(case: Case, head: Head) -> int:
     """Return how many tokens the plain loss can take; raise `NotApplicable` if they are too few."""
     is_cuda = case.device.type == "cuda"
     free = torch.cuda.mem_get_info(case.device)[0] if is_cuda else ROOM_ON_CPU
@@ -309,7 +307,7 @@ def compare_estimate(case: Case) -> Outcome:
     # Whether each figure is right.
     found = {}
     for variant, peak in prediction.peaks.items():
-        real = measured_peak(case, prediction.changes[variant])
+        real = measure_real_peak(case, prediction.changes[variant])
         found[f"{variant} {peak:,} of {real:,}"] = abs(peak - real) <= tolerance * real
     hint = ""
     if wrong := [figure for figure, is_right in found.items() if not is_right]:
@@ -320,8 +318,8 @@ def compare_estimate(case: Case) -> Outcome:
 
 def check_budget(case: Case, *, plan: MakePlan | None = None) -> Outcome:
     """Apply a plan for a budget below the plain peak, by default ours, and measure the peak."""
-    ours, chosen = _plans(case, plan)
-    peak = measured_peak(case, chosen.apply)
+    ours, chosen = _make_plans(case, plan)
+    peak = measure_real_peak(case, chosen.apply)
     hint = ""
     if peak > ours.budget_bytes:
         check_equal_steps(case)
@@ -329,7 +327,7 @@ def check_budget(case: Case, *, plan: MakePlan | None = None) -> Outcome:
     return f"peak {peak:,}, budget {ours.budget_bytes:,}", "a peak within the budget", hint
 
 
-def _plans(case: Case, plan: MakePlan | None) -> tuple[Plan, Any]:
+def _make_plans(case: Case, plan: MakePlan | None) -> tuple[Plan, Any]:
     """Return our plan, and the user's for the same budget; without one, ours twice."""
     ours = predict(case).plan
     if isinstance(ours, str):
@@ -342,7 +340,7 @@ def _plans(case: Case, plan: MakePlan | None) -> tuple[Plan, Any]:
 
 def compare_planned_training(case: Case, *, plan: MakePlan | None = None) -> Outcome:
     """Compare a planned training with the plain one; without `plan`, of our plan."""
-    ours, chosen = _plans(case, plan)
+    ours, chosen = _make_plans(case, plan)
 
     def apply(module: nn.Module, sample: Sample) -> list[str]:
         chosen.apply(module)
@@ -356,7 +354,7 @@ def compare_planned_training(case: Case, *, plan: MakePlan | None = None) -> Out
     return same_training(case, apply, alone=apply_alone)
 
 
-def measured_peak(
+def measure_real_peak(
     case: Case, change: Change, *, optimizer: str | None = None, accumulated: bool = False
 ) -> int:
     """Measure the peak of a real step, by default with the workload's optimizer or AdamW."""

@@ -18,7 +18,7 @@ from .same_training import REFUSALS
 from .verdict import NotApplicable, error_in_a_line
 
 
-def new_training(case: Case) -> tuple[nn.Module, Optimizer]:
+def make_training(case: Case) -> tuple[nn.Module, Optimizer]:
     """Build the model, and the user's optimizer or AdamW."""
     model = case.build()
     optimizer = make_optimizer(case.workload.optimizer or "adamw", model)
@@ -28,7 +28,7 @@ def new_training(case: Case) -> tuple[nn.Module, Optimizer]:
     return model, optimizer
 
 
-def new_batch(case: Case) -> Any:
+def draw_batch(case: Case) -> Any:
     """Draw a batch from the generators of this moment."""
     return case.place(case.workload.batch(case.batch_size))
 
@@ -46,7 +46,7 @@ def take_user_step(case: Case, model: nn.Module, optimizer: Optimizer, batch: An
     return loss.detach()
 
 
-def printed_state(model: nn.Module, optimizer: Optimizer, **more: Any) -> dict[str, str]:
+def describe_state(model: nn.Module, optimizer: Optimizer, **more: Any) -> dict[str, str]:
     """Return every value of a training as text, by its name; tensors as digests of this rank."""
     sources: Mapping[str, Any] = {
         "model": model.state_dict(),
@@ -64,6 +64,6 @@ def printed_state(model: nn.Module, optimizer: Optimizer, **more: Any) -> dict[s
     }
 
 
-def different_names(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
+def find_differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
     """Return the names of the values that differ, or that only one side has."""
     return [name for name in {**expected, **found} if found.get(name) != expected.get(name)]

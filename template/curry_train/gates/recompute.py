@@ -53,11 +53,11 @@ from .same_training import (
     REFUSALS,
     Change,
     activity_of,
-    by_torch,
-    changed,
+    build_changed,
+    checkpoint_by_torch,
     flops_again,
     flops_of_blocks,
-    large_enough,
+    grow_batch,
     memory_of,
     microbatch,
     on_blocks,
@@ -73,7 +73,7 @@ from .two_ranks import (
     Measured,
     Wrapped,
     compare_on_ranks,
-    under_both,
+    measure_under_both,
 )
 from .verdict import Gate, NotApplicable, Outcome, error_in_a_line
 
@@ -84,7 +84,7 @@ NOISE_OF_PEAKS = 1.02  # two implementations of recompute differ by a few small 
 def compare_memory(case: Case, *, recompute_blocks: Change = recompute_blocks) -> Outcome:
     """Compare held bytes and peak with plain, at a batch where activations dominate."""
     required = f"held and peak at most {MOST_RECOMPUTE_SHARE:.0%}"
-    case, plain = large_enough(case, times=4)
+    case, plain = grow_batch(case, times=4)
 
     def shares(apply: Apply) -> tuple[float, float]:
         found = memory_of(case, apply)
@@ -93,7 +93,7 @@ def compare_memory(case: Case, *, recompute_blocks: Change = recompute_blocks) -
     held, peak = shares(on_blocks(recompute_blocks))
     hint = ""
     if max(held, peak) > MOST_RECOMPUTE_SHARE:
-        least_held, least_peak = _by_torch(shares)
+        least_held, least_peak = _measure_by_torch(shares)
         if least_held > MOST_RECOMPUTE_SHARE:
             raise NotApplicable(
                 f"held {least_held:.0%}, peak {least_peak:.0%} under torch's own checkpoint: the "
@@ -116,10 +116,10 @@ def compare_memory(case: Case, *, recompute_blocks: Change = recompute_blocks) -
     return f"held {held:.0%}, peak {peak:.0%} of plain, batch {case.batch_size}", required, hint
 
 
-def _by_torch(shares: Callable[[Apply], tuple[float, float]]) -> tuple[float, float]:
+def _measure_by_torch(shares: Callable[[Apply], tuple[float, float]]) -> tuple[float, float]:
     """Measure torch's own checkpoint of the blocks, or our recompute where torch's fails."""
     try:
-        return shares(by_torch)
+        return shares(checkpoint_by_torch)
     except REFUSALS:  # such as a cache of keys that would be filled twice
         return shares(STRATEGIES["full"].apply)
 
@@ -153,7 +153,7 @@ def compare_flops(case: Case, *, recompute_blocks: Change = recompute_blocks) ->
     """
     required = "as under torch's own checkpoint; with early stop at most that"
     expected = flops_of_blocks(case)
-    whole, stopped = flops_again(case, changed(case, on_blocks(recompute_blocks)))
+    whole, stopped = flops_again(case, build_changed(case, on_blocks(recompute_blocks)))
     hint = ""
     if whole != expected or not 0 <= stopped <= whole:
         hint = (
@@ -182,22 +182,22 @@ def compare_routing(case: Case, *, keep: Change = keep_routing) -> Outcome:
     """
     required = "bit-equal though each router is disturbed before backward"
     recompute = STRATEGIES["full"].apply
-    routed = keep_routing(changed(case, recompute))
+    routed = keep_routing(build_changed(case, recompute))
     if not routed:
         raise NotApplicable("no block that recomputes has a router or experts")
     num_experts = set[int]()
 
     def disturbed_step(module: nn.Module) -> StepRecord:
-        disturbed = _disturbed(map(module.get_submodule, routed), num_experts)
+        disturbed = _disturb_routers(map(module.get_submodule, routed), num_experts)
         return step_of(case, module, around_backward=disturbed)
 
-    with _before_topk(lambda scores: num_experts.add(scores.shape[-1])):
+    with _replace_topk(lambda scores: num_experts.add(scores.shape[-1])):
         plain = disturbed_step(case.build())
     if plain_training(case)[0].tolerance:
         raise NotApplicable("the plain step does not repeat itself bit for bit")
 
     def disturb(keep: Change) -> Parity | str:
-        module = changed(case, recompute)
+        module = build_changed(case, recompute)
         keep(module)
         try:
             return compare(plain, disturbed_step(module))
@@ -222,7 +222,7 @@ def compare_routing(case: Case, *, keep: Change = keep_routing) -> Outcome:
 
 
 @contextmanager
-def _disturbed(blocks: Iterable[nn.Module], num_experts: Collection[int]) -> Iterator[None]:
+def _disturb_routers(blocks: Iterable[nn.Module], num_experts: Collection[int]) -> Iterator[None]:
     """Move buffers with a number for each expert, and let `topk` take the smallest scores."""
     generator = torch.Generator().manual_seed(0)
     # In the order in which each model has them.
@@ -230,11 +230,11 @@ def _disturbed(blocks: Iterable[nn.Module], num_experts: Collection[int]) -> Ite
         if buffer.is_floating_point() and buffer.numel() in num_experts:
             shift = torch.rand(buffer.shape, generator=generator) * BUFFER_SHIFT
             buffer.data.add_(shift.to(buffer))
-    with _before_topk(_reverse):
+    with _replace_topk(_reverse):
         yield
 
 
-def _before_topk(look: Callable[[Tensor], Any]) -> AbstractContextManager[None]:
+def _replace_topk(look: Callable[[Tensor], Any]) -> AbstractContextManager[None]:
     """Call a function with the scores before each `topk`; it may return others."""
 
     def chosen(choose: Call, scores: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -263,7 +263,7 @@ LEAST_BYTES = 4096
 our_offload = offload_blocks
 
 
-def _of_named_blocks(offload: Change) -> Apply:
+def _offload_named_blocks(offload: Change) -> Apply:
     """Return a strategy that offloads each block but the last.
 
     Backward needs the tensors of the last one at once. Ours and its copies would leave another one
@@ -276,8 +276,8 @@ def _of_named_blocks(offload: Change) -> Apply:
 
 def compare_offload(case: Case, *, offload_blocks: Change = our_offload) -> Outcome:
     """Compare a short training with offload to the plain one."""
-    apply, best = map(_of_named_blocks, (offload_blocks, move_all))
-    with _host_apart(case, offload_blocks):
+    apply, best = map(_offload_named_blocks, (offload_blocks, move_all))
+    with _separate_host_memory(case, offload_blocks):
         return same_training(case, apply, known=(best, NOTHING_TO_FREE), same_as=best)
 
 
@@ -290,11 +290,11 @@ NOTHING_TO_FREE = (
 def compare_freed_bytes(case: Case, *, offload_blocks: Change = our_offload) -> Outcome:
     """Compare the bytes that leave the device with those that the plain blocks save."""
     plain = activity_of(case, case.build())
-    module = changed(case, _of_named_blocks(offload_blocks))
-    with _host_apart(case, offload_blocks):
+    module = build_changed(case, _offload_named_blocks(offload_blocks))
+    with _separate_host_memory(case, offload_blocks):
         found = activity_of(case, module)
 
-    best = activity_of(case, changed(case, _of_named_blocks(move_all)))
+    best = activity_of(case, build_changed(case, _offload_named_blocks(move_all)))
     least = plain.held_bytes - best.held_bytes
     if offload_blocks is our_offload:
         # Ours reports what it leaves on the device. These would be there anyway, or are small.
@@ -324,7 +324,7 @@ def move_all(model: nn.Module, *, blocks: Sequence[str]) -> None:
 
     def pack(tensor: Tensor) -> tuple[Tensor, torch.device]:
         is_small = tensor.untyped_storage().nbytes() < LEAST_BYTES
-        moved = tensor.contiguous() if is_small else _into_host_memory(Tensor.detach, tensor)
+        moved = tensor.contiguous() if is_small else _copy_to_host(Tensor.detach, tensor)
         return moved, tensor.device
 
     for name in blocks:
@@ -340,7 +340,7 @@ def move_all(model: nn.Module, *, blocks: Sequence[str]) -> None:
 # A host next to the device, also where the device is a CPU.
 
 
-def _host_apart(case: Case, offload: Change) -> AbstractContextManager[None]:
+def _separate_host_memory(case: Case, offload: Change) -> AbstractContextManager[None]:
     """Give copies to the host memory that does not count as the device's, on a CPU too.
 
     There `tensor.cpu()` is the tensor itself. Hooks of saved tensors run without gradients. Ours
@@ -348,10 +348,10 @@ def _host_apart(case: Case, offload: Change) -> AbstractContextManager[None]:
     """
     calls = ((Tensor, "cpu"), (Tensor, "to"), (torch, "empty"))
     is_needed = case.device.type == "cpu" and offload is not our_offload
-    return replaced_calls((*call, _into_host_memory) for call in calls if is_needed)
+    return replaced_calls((*call, _copy_to_host) for call in calls if is_needed)
 
 
-def _into_host_memory(function: Call, *args: Any, **kwargs: Any) -> Tensor:
+def _copy_to_host(function: Call, *args: Any, **kwargs: Any) -> Tensor:
     out: Tensor = function(*args, **kwargs)
     if torch.is_grad_enabled() or out.layout is not torch.strided or not out.numel():
         return out
@@ -460,7 +460,7 @@ def _compare_on_rank(case: Case, change: Change, names: Sequence[str]) -> Found:
         measured = f"{parity.describe(most=1)}, {num_found} of {num_plain} collectives"
         return measured, parity.bit_equal and num_found == num_plain
 
-    return under_both(case, batches, measure, training=True)
+    return measure_under_both(case, batches, measure, training=True)
 
 
 GATES = (

@@ -17,7 +17,7 @@ from ..workloads.workload import Case
 from .same_training import (
     PLAIN,
     Change,
-    changed,
+    build_changed,
     flops_again,
     flops_of_blocks,
     memory_of,
@@ -39,12 +39,12 @@ def compare_policy(case: Case, *, apply_sac: Change = sac.apply_sac) -> Outcome:
 
 def compare_strategy(case: Case, *, apply: Apply, policy: str) -> Outcome:
     """Compare a training with a strategy that applies a policy to the plain one."""
-    with _where_ours_runs(case, policy):
+    with _require_ours_to_run(case, policy):
         return same_training(case, apply, every_block=True)
 
 
 @contextlib.contextmanager
-def _where_ours_runs(case: Case, policy: Any) -> Iterator[None]:
+def _require_ours_to_run(case: Case, policy: Any) -> Iterator[None]:
     """Turn an error into `NotApplicable` where our own implementation fails too.
 
     A block may have no output that this policy could save, or overwrite one in place.
@@ -81,9 +81,9 @@ def count_recomputed(case: Case, *, apply_sac: Change = sac.apply_sac) -> Outcom
     """Check that a policy frees bytes, and recomputes less than all that the blocks compute."""
     required = "fewer bytes than plain, fewer FLOPs again than all of the blocks"
     most = flops_of_blocks(case)
-    with _where_ours_runs(case, "save_expensive"):
+    with _require_ours_to_run(case, "save_expensive"):
         why = "our own policy frees nothing in these blocks"
-        held, again = _held_and_again(case, apply_sac, ours=sac.apply_sac, why=why)
+        held, again = _measure_held_and_flops(case, apply_sac, ours=sac.apply_sac, why=why)
     hint = ""
     if again >= most:
         hint = (
@@ -95,7 +95,9 @@ def count_recomputed(case: Case, *, apply_sac: Change = sac.apply_sac) -> Outcom
     return f"holds {held:.0%}, {again:,} of {most:,} FLOPs again", required, hint
 
 
-def _held_and_again(case: Case, change: Change, *, ours: Change, why: str) -> tuple[float, int]:
+def _measure_held_and_flops(
+    case: Case, change: Change, *, ours: Change, why: str
+) -> tuple[float, int]:
     """Return the share of the plain held bytes, and the FLOPs of a step that are spent again.
 
     Where ours frees nothing, raise `NotApplicable` with the reason.
@@ -104,7 +106,7 @@ def _held_and_again(case: Case, change: Change, *, ours: Change, why: str) -> tu
     plain = memory_of(case, PLAIN).held_bytes
     if memory_of(case, on_blocks(ours)).held_bytes >= plain:
         raise NotApplicable(why)
-    again, _ = flops_again(case, changed(case, apply))
+    again, _ = flops_again(case, build_changed(case, apply))
     return memory_of(case, apply).held_bytes / plain, again
 
 
@@ -117,7 +119,7 @@ def measure_regions(case: Case, *, apply: Change = apply_regions) -> Outcome:
         "no tensor in the blocks is cheap to compute from saved tensors, as with Linear and ReLU, "
         "or convolutions"
     )
-    held, again = _held_and_again(case, apply, ours=apply_regions, why=why)
+    held, again = _measure_held_and_flops(case, apply, ours=apply_regions, why=why)
     hint = "a product runs again; if nothing is freed, give also= modules"
     measured = f"holds {held:.0%}, {again:,} FLOPs again"
     return measured, "under 100%, 0 FLOPs", "" if held < 1 and again == 0 else hint

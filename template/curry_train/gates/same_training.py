@@ -80,7 +80,7 @@ def run_forward(case: Case, module: nn.Module) -> None:
         case.mean_loss(module)
 
 
-def large_enough(case: Case, *, times: int) -> tuple[Case, Memory]:
+def grow_batch(case: Case, *, times: int) -> tuple[Case, Memory]:
     """Grow the batch until it holds so many times the parameters' bytes, or `ENOUGH_BYTES`."""
     module = case.build()
     wanted = min(times * sum(one.nbytes for one in module.parameters()), ENOUGH_BYTES)
@@ -126,20 +126,20 @@ def same_training(
     try:
         candidate, ours, names = _train(case, apply, course)
     except CheckpointError as error:
-        hint = _where(case, alone, "computes other tensors the second time")
+        hint = _name_blocks(case, alone, "computes other tensors the second time")
         return error_in_a_line(error), required, hint
 
-    step, found = _first_difference(reference, candidate, tolerance)
+    step, found = _find_difference(reference, candidate, tolerance)
     if same_as is not None and not found.holds:
         reference, _, _ = _train(case, same_as, course)
-        step, found = _first_difference(reference, candidate, tolerance)
+        step, found = _find_difference(reference, candidate, tolerance)
     if not names:
         raise NotApplicable("the strategy finds nothing worth changing")
     described = "; ".join([f"{NUM_STEPS} steps", *filter(None, course.left_out.values())])
     measured = f"{found.describe()}; {len(names)} modules, {described}"
     if not found.holds:
         measured = f"step {step + 1} of {NUM_STEPS}: {measured}"
-        return measured, required, _where(case, alone, _cause(found))
+        return measured, required, _name_blocks(case, alone, _describe_cause(found))
     left_out = _run_again_by_torch(case, ours, plain, names, course) if every_block else []
     if not ours.differs_from(plain):
         if known is not None and not _train(case, known[0], course)[1].differs_from(plain):
@@ -177,7 +177,7 @@ def on_blocks(change: Change, *, keep_last: int = 0) -> Apply:
     return apply
 
 
-def changed(case: Case, apply: Apply) -> nn.Module:
+def build_changed(case: Case, apply: Apply) -> nn.Module:
     """Build the model and apply a strategy."""
     module = case.build()
     apply(module, sample_of(case))
@@ -186,13 +186,13 @@ def changed(case: Case, apply: Apply) -> nn.Module:
 
 def memory_of(case: Case, apply: Apply) -> Memory:
     """Measure a step of the model with a strategy."""
-    return measure_memory(changed(case, apply), *case.batch_and_loss)
+    return measure_memory(build_changed(case, apply), *case.batch_and_loss)
 
 
 def flops_of_blocks(case: Case) -> int:
     """Count the FLOPs that torch's own checkpoint of each block spends again, if there are some."""
     try:
-        again = flops_again(case, changed(case, by_torch))[0]
+        again = flops_again(case, build_changed(case, checkpoint_by_torch))[0]
     except REFUSALS as error:
         raise NotApplicable(
             f"torch's own checkpoint of the blocks fails: {error_in_a_line(error)}"
@@ -234,13 +234,13 @@ def check_equal_steps(case: Case) -> None:
 def same_without_training(case: Case, changes: Mapping[str, Change]) -> Outcome:
     """Compare changed blocks with the plain model in eval mode, and without gradients."""
     try:
-        step, facts = _without_training(case, case.build())
+        step, facts = _step_without_training(case, case.build())
     except Exception as error:  # the user's model may raise anything in eval mode
         why = f"in eval mode the plain model raises {error_in_a_line(error)}"
         raise NotApplicable(why) from error
 
     def difference(module: nn.Module) -> str:
-        other_step, others = _without_training(case, module)
+        other_step, others = _step_without_training(case, module)
         found = compare(step, other_step)
         if not found.bit_equal:
             return f"in eval mode {found.describe(most=1)}"
@@ -251,14 +251,14 @@ def same_without_training(case: Case, changes: Mapping[str, Change]) -> Outcome:
     differing = [
         f"{name}: {what}"
         for name, change in changes.items()
-        if (what := difference(changed(case, on_blocks(change))))
+        if (what := difference(build_changed(case, on_blocks(change))))
     ]
     hint = "be active only while module.training and torch.is_grad_enabled()" if differing else ""
     measured = "; ".join(differing) or f"{' and '.join(changes)}: nothing differs"
     return measured, "as the plain model, to the bit", hint
 
 
-def _without_training(case: Case, module: nn.Module) -> tuple[StepRecord, str]:
+def _step_without_training(case: Case, module: nn.Module) -> tuple[StepRecord, str]:
     """Return a step in eval mode, and a text of the loss and the calls without gradients."""
     calls = Counter[bool]()
 
@@ -266,14 +266,14 @@ def _without_training(case: Case, module: nn.Module) -> tuple[StepRecord, str]:
         if next(called.children(), None) is None:
             calls[torch.is_grad_enabled()] += 1
 
-    with uncompiled(module):
+    with run_uncompiled(module):
         step = step_of(case, module.eval())
         with torch.no_grad(), register_module_forward_pre_hook(count):
             loss = case.mean_loss(module.train())
     return step, f"loss {loss.tolist()}, calls by grad mode {dict(calls)}"
 
 
-def uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
+def run_uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
     """Run compiled code as it is written, because hooks fail to be traced or reached in it."""
     if holds_compiled_code(module):
         return torch.compiler.set_stance("force_eager")
@@ -316,11 +316,11 @@ class TrainingCourse:
 
 def plain_training(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activity]:
     """Train the plain model twice, and choose the course that it can follow."""
-    return _plain_training(replace(case, blocks=None))
+    return _train_plain(replace(case, blocks=None))
 
 
 @shared
-def _plain_training(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activity]:
+def _train_plain(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activity]:
     course = TrainingCourse({} if case.dtype is torch.float32 else {AUTOCAST_STEP: ""})
     while True:
         try:
@@ -338,7 +338,7 @@ def _plain_training(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activ
     # Its loss is a single number, because the first step has one microbatch.
     check_comparable(reference[0])
     again, _, _ = _train(case, PLAIN, course)
-    step, found = _first_difference(reference, again, 0.0)
+    step, found = _find_difference(reference, again, 0.0)
     if not found.bit_equal:
         if step == AUTOCAST_STEP and step not in course.left_out:
             note = "without autocast: the plain model does not repeat itself under it"
@@ -375,13 +375,13 @@ def _train(
     with seeded(case.seed):
         for step in range(NUM_STEPS):
             module.zero_grad()
-            records.append(record(module, _accumulated(case, module, step, course)))
+            records.append(record(module, _accumulate(case, module, step, course)))
             optimizer.step()
     del optimizer
     return records, activity_of(case, module), names
 
 
-def _accumulated(case: Case, module: nn.Module, step: int, course: TrainingCourse) -> Tensor:
+def _accumulate(case: Case, module: nn.Module, step: int, course: TrainingCourse) -> Tensor:
     """Run forward and backward of the microbatches of one step, and return their losses."""
     kind = None if step in course.left_out else step
     precision: Any = nullcontext()
@@ -402,7 +402,7 @@ def _accumulated(case: Case, module: nn.Module, step: int, course: TrainingCours
     return torch.stack([value.detach() for value in values])
 
 
-def _first_difference(
+def _find_difference(
     reference: Sequence[StepRecord], candidate: Sequence[StepRecord], tolerance: float
 ) -> tuple[int, Parity]:
     """Return the first step that differs with its comparison, or the worst that holds."""
@@ -414,7 +414,7 @@ def _first_difference(
     return next(different, (len(found) - 1, max(found, key=lambda parity: parity.worst)))
 
 
-def by_torch(model: nn.Module, sample: Sample) -> list[str]:
+def checkpoint_by_torch(model: nn.Module, sample: Sample) -> list[str]:
     """Put torch's own checkpoint around each block."""
     blocks = find_blocks(model, sample.blocks)
     for block in blocks.values():
@@ -433,7 +433,7 @@ def _run_again_by_torch(
     if not idle:
         return []
     try:
-        _, theirs, _ = _train(replace(case, blocks=idle), by_torch, course)
+        _, theirs, _ = _train(replace(case, blocks=idle), checkpoint_by_torch, course)
     except REFUSALS:
         return []
     has_effect = ours.differs_from(plain) or theirs.differs_from(plain)
@@ -481,7 +481,7 @@ def activity_of(case: Case, module: nn.Module) -> Activity:
     return Activity(calls, held, growth)
 
 
-def _cause(found: Parity) -> str:
+def _describe_cause(found: Parity) -> str:
     """Describe the likely cause of the differences."""
     kinds = {difference.kind: difference.name for difference in found.differences}
     if kinds.get("generator") in ("python", "numpy"):
@@ -507,7 +507,7 @@ def _cause(found: Parity) -> str:
     )
 
 
-def _where(case: Case, apply: Apply, cause: str) -> str:
+def _name_blocks(case: Case, apply: Apply, cause: str) -> str:
     """Name the blocks that break parity on their own, with the cause."""
     course, reference, _ = plain_training(case)
 
@@ -516,7 +516,7 @@ def _where(case: Case, apply: Apply, cause: str) -> str:
             found, _, _ = _train(replace(case, blocks=names), change, course)
         except CheckpointError:
             return True
-        return not _first_difference(reference, found, OUTER_BOUND[case.dtype])[1].holds
+        return not _find_difference(reference, found, OUTER_BOUND[case.dtype])[1].holds
 
     # There are none where the technique changed something outside of blocks.
     names = list(blocks_if_any(case.build(), case.blocks))
@@ -525,6 +525,6 @@ def _where(case: Case, apply: Apply, cause: str) -> str:
     if len(guilty) > 1:
         blocks = f"each of {blocks}"
     hint = f"{blocks or 'the recomputed part'} {cause}"
-    if names and not differs(case.blocks, by_torch):
+    if names and not differs(case.blocks, checkpoint_by_torch):
         return f"{hint}; torch's own checkpoint of these blocks is right: look at the technique"
     return f"{hint}; or leave it out with --blocks"

@@ -21,9 +21,9 @@ from ..primitives.unroll import steppers
 from ..workloads.workload import Case
 from .same_training import (
     PLAIN,
-    changed,
+    build_changed,
     flops_again,
-    large_enough,
+    grow_batch,
     run_forward,
     same_training,
 )
@@ -70,7 +70,7 @@ def _check_loops(case: Case) -> int:
     return sum(flops)
 
 
-def in_even_chunks(
+def run_in_even_chunks(
     step: TimestepFunction, inputs: Any, state: Any, *, time_dim: int = 0, **options: Any
 ) -> Any:
     """Run a loop over time in chunks of as many timesteps as there are chunks."""
@@ -78,7 +78,7 @@ def in_even_chunks(
     return our_loop(step, inputs, state, chunk_size=size, time_dim=time_dim, **options)
 
 
-def _through(loop: Loop) -> Apply:
+def _run_through(loop: Loop) -> Apply:
     """Return a strategy that runs the model's loops over time through another loop."""
 
     def apply(model: nn.Module, sample: Sample) -> list[str]:
@@ -90,9 +90,9 @@ def _through(loop: Loop) -> Apply:
     return apply
 
 
-def _changed(case: Case, loop: Loop) -> nn.Module:
+def _build_with_loop(case: Case, loop: Loop) -> nn.Module:
     """Build the model with another loop, and run it once, which may examine the loop's step."""
-    module = changed(case, _through(loop))
+    module = build_changed(case, _run_through(loop))
     run_forward(case, module)
     return module
 
@@ -103,14 +103,14 @@ def measure_peak(case: Case, *, checkpoint_timesteps: Loop = our_loop) -> Outcom
     Another implementation has to free half of what even chunks free.
     """
     _check_loops(case)
-    case, plain = large_enough(case, times=8)
+    case, plain = grow_batch(case, times=8)
 
     def peak_through(loop: Loop) -> float:
         """Return the peak as a share of the plain one."""
-        memory = measure_memory(_changed(case, loop), *case.batch_and_loss)
+        memory = measure_memory(_build_with_loop(case, loop), *case.batch_and_loss)
         return memory.peak_bytes / plain.peak_bytes
 
-    even = peak_through(in_even_chunks)
+    even = peak_through(run_in_even_chunks)
     if even > MOST_TIMESTEPS_SHARE:
         raise NotApplicable(
             f"the peak is {even:.0%} of plain in even chunks: there are few timesteps, or other "
@@ -134,19 +134,19 @@ def compare_unrolled(case: Case, *, checkpoint_timesteps: Loop = our_loop) -> Ou
     """Compare losses, gradients, buffers and generators of a training with those of the plain."""
     case = replace(case, blocks=None)  # the whole loop, whatever the blocks are
     _check_loops(case)
-    known = _through(our_loop), "so few timesteps are best run in one chunk"
-    return same_training(case, _through(checkpoint_timesteps), alone=PLAIN, known=known)
+    known = _run_through(our_loop), "so few timesteps are best run in one chunk"
+    return same_training(case, _run_through(checkpoint_timesteps), alone=PLAIN, known=known)
 
 
 def count_timesteps(case: Case, *, checkpoint_timesteps: Loop = our_loop) -> Outcome:
     """Check that timesteps are recomputed, and each at most once; with early stop a part of it."""
     most = _check_loops(case)
-    if not flops_again(case, _changed(case, our_loop))[0]:
+    if not flops_again(case, _build_with_loop(case, our_loop))[0]:
         raise NotApplicable(
             "a step has no matrix product, convolution or attention whose FLOPs could be counted, "
             "or so few timesteps are best run in one chunk"
         )
-    whole, stopped = flops_again(case, _changed(case, checkpoint_timesteps))
+    whole, stopped = flops_again(case, _build_with_loop(case, checkpoint_timesteps))
     hint = ""
     if not (0 < whole <= most and 0 <= stopped <= whole):
         hint = "timesteps are not recomputed exactly once: check the chunk size"

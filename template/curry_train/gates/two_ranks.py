@@ -62,7 +62,7 @@ def compare_on_ranks(
 
     A wrapper that refuses the model on any rank is named.
     """
-    results = _on_two_ranks(check, case, arguments)
+    results = _run_on_two_ranks(check, case, arguments)
     figures = []
     refused = []
     outcomes = []
@@ -82,7 +82,7 @@ def compare_on_ranks(
     return "; ".join(figures), required, hint if False in outcomes else ""
 
 
-def _on_two_ranks(
+def _run_on_two_ranks(
     check: Callable[..., Found], case: Case, arguments: Mapping[str, Any]
 ) -> list[Found]:
     if not case.workload.spec:
@@ -103,7 +103,7 @@ def _on_two_ranks(
 _ranks: list["RankProcesses"] = []
 
 
-def under_both(
+def measure_under_both(
     case: Case,
     batches: Sequence[Any],
     measure: Callable[[Wrapped, str], Measured],
@@ -130,9 +130,9 @@ def under_both(
         return dict.fromkeys(("DDP", "FSDP2"), (why, None))
 
     found: dict[str, Measured] = {}
-    for kind, wraps in _wraps(case, unused=bool(num_unused)).items():
+    for kind, wraps in _list_wrappings(case, unused=bool(num_unused)).items():
         for wrap in wraps:
-            make = functools.partial(_wrapped, case, wrap)
+            make = functools.partial(_wrap, case, wrap)
             try:
                 # FSDP2 compares dtypes in the first forward, and DDP counts gradients in backward.
                 wrapped = make().train(training)
@@ -147,7 +147,7 @@ def under_both(
     return found
 
 
-def _wraps(case: Case, *, unused: bool) -> dict[str, list[Callable[[nn.Module], Any]]]:
+def _list_wrappings(case: Case, *, unused: bool) -> dict[str, list[Callable[[nn.Module], Any]]]:
     """Return ways to wrap a model by kind, of which the first that torch accepts is used."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
@@ -162,7 +162,7 @@ def _wraps(case: Case, *, unused: bool) -> dict[str, list[Callable[[nn.Module], 
     }
 
 
-def _wrapped(
+def _wrap(
     case: Case,
     wrap: Callable[[nn.Module], nn.Module],
     *,

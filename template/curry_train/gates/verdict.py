@@ -133,11 +133,11 @@ class Gate:
                 named = ", ".join(one.name for one in given)
                 why = f"takes --impl of {' and '.join(self.takes)}, and {named} was given"
             return not_applicable(self.name, why)
-        workload = with_calls_counted(case.workload)
+        workload = count_calls(case.workload)
         build, loss = workload.build, workload.loss
         for one in (build, loss, *given):
             one.num_calls = 0
-        verdict = self._checked(replace(case, workload=workload), taken)
+        verdict = self._run_check(replace(case, workload=workload), taken)
         ran = {
             # A gate may end before a batch reaches the model that it built.
             "model": build.num_calls and (loss.num_calls or verdict.required != TO_RUN),
@@ -147,7 +147,7 @@ class Gate:
         }
         return replace(verdict, ran=tuple(kind for kind in ran if ran[kind]))
 
-    def _checked(self, case: Case, given: Mapping[str, Implementation]) -> Verdict:
+    def _run_check(self, case: Case, given: Mapping[str, Implementation]) -> Verdict:
         """Return the verdict; a check that fails on the user's model is a gate that fails."""
         try:
             measured, required, hint = self.check(case, **given)
@@ -205,7 +205,7 @@ def drop_shared_results() -> None:
 
 
 @shared
-def with_calls_counted(workload: Workload) -> Any:
+def count_calls(workload: Workload) -> Any:
     """Return the workload with a `build` and a `loss` that count their calls.
 
     The same workload gives the same object again, so that results which gates share stay valid.
@@ -329,10 +329,10 @@ def _start_worker(threads: int) -> None:
 
 
 @functools.cache
-def _loaded(spec: str) -> Workload:
+def _load_once(spec: str) -> Workload:
     """Load a workload, once per process for all gates."""
     return load_workload(spec)
 
 
 # A workload is pickled by its name, with which another process loads it.
-copyreg.pickle(Workload, lambda workload: (_loaded, (workload.spec,)))
+copyreg.pickle(Workload, lambda workload: (_load_once, (workload.spec,)))
