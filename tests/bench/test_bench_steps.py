@@ -145,7 +145,7 @@ def test_the_peak_rate_is_that_of_the_data_sheet_not_the_one_that_products_reach
     found = peak_rate.peak_rate(CUDA, dtype)
     assert found.flops_per_second == pytest.approx(tera * 1e12)
     assert "data sheet" in found.source
-    monkeypatch.setattr(peak_rate, "_measured_once", lambda *_: PROFILES["cpu"])
+    monkeypatch.setattr(peak_rate, "_measure_once", lambda *_: PROFILES["cpu"])
     assert "measured here" in peak_rate.peak_rate(CUDA, dtype, given="measured").source
 
 
@@ -153,7 +153,7 @@ def test_a_given_or_measured_peak_rate_is_used(monkeypatch):
     assert peak_rate.peak_rate(CPU, torch.float32, given=5e12) == peak_rate.PeakRate(
         5e12, "as given"
     )
-    monkeypatch.setattr(peak_rate, "_measured_once", lambda *_: PROFILES["cpu"])
+    monkeypatch.setattr(peak_rate, "_measure_once", lambda *_: PROFILES["cpu"])
     found = peak_rate.peak_rate(CPU, torch.float32, given="measured")
     assert (found.flops_per_second, found.source) == (
         165e9,

@@ -98,11 +98,11 @@ def test_a_card_with_a_data_sheet_has_its_profile_and_a_similar_one_is_measured(
     """Rates of cards with "H100" or "L4" in their name differ by up to 2x."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
-    monkeypatch.setattr(module, "_measured_once", lambda device, threads: plain_profile())
+    monkeypatch.setattr(module, "_measure_once", lambda device, threads: plain_profile())
     assert profile_of("cuda") == PROFILES.get(known, plain_profile())
 
 
-def test_the_cpu_is_measured_once_for_each_number_of_threads(monkeypatch):
+def test_the_cpu_is_measure_once_for_each_number_of_threads(monkeypatch):
     calls = []
     monkeypatch.setattr(module, "measure_profile", calls.append)
     for number in (1001, 1002, 1001):

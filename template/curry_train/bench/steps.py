@@ -75,7 +75,7 @@ def find_lever(text: str) -> Lever:
             raise ValueError(f"no lever is called {single!r}; {advice}")
         if values and name not in ("accumulate", "compile", "plan"):
             raise ValueError(f"the lever {name!r} takes no value, got {values[0]!r}: leave it out")
-        found = _with(found, name, *values)
+        found = _add_change(found, name, *values)
     return found
 
 
@@ -84,7 +84,7 @@ def list_levers() -> list[str]:
     return [*STRATEGIES, *OPTION_LEVERS.values()]
 
 
-def _with(lever: Lever, name: str, value: str = "") -> Lever:
+def _add_change(lever: Lever, name: str, value: str = "") -> Lever:
     """Join another change to a lever."""
     match name:
         case "accumulate":
@@ -251,7 +251,7 @@ class TrainingStep:
         self.autocast: Autocast = {**like.autocast} if like else {}
         self.device = case.device
         self.model = case.build()
-        self.window = self._window(case.batch() if batch is None else case.place(batch))
+        self.window = self._cut_window(case.batch() if batch is None else case.place(batch))
 
         twins: dict[Any, nn.Parameter] = {}
         if like is not None and case.dtype == like.case.dtype:
@@ -337,7 +337,7 @@ class TrainingStep:
         self.drop_gradients()
         return peak
 
-    def _window(self, batch: Any) -> Any:
+    def _cut_window(self, batch: Any) -> Any:
         """Cut the batch into microbatches; the first ones are larger if the sizes differ."""
         size = batch_size(batch)
         number = self.lever.accumulate

@@ -130,16 +130,16 @@ num_recomputed: list[int] = [0]
 
 def plain_blocks() -> contextlib.AbstractContextManager[None]:
     """Run changed blocks as the original ones in forwards inside the context."""
-    return _counted(num_plain)
+    return _count_depth(num_plain)
 
 
 def recomputing() -> contextlib.AbstractContextManager[None]:
     """Run changed blocks inside the context as in the first call, which is recomputed."""
-    return _counted(num_recomputed)
+    return _count_depth(num_recomputed)
 
 
 @contextlib.contextmanager
-def _counted(number: list[int]) -> Iterator[None]:
+def _count_depth(number: list[int]) -> Iterator[None]:
     number[0] += 1
     try:
         yield
@@ -190,7 +190,7 @@ def find_blocks(module: nn.Module, pattern: Globs | None = None) -> dict[str, nn
     over qualified names, such as `encoder.layers.*`, or several. A shared block is returned once.
     """
     if pattern is None:
-        names = _repeated(module)
+        names = _find_repeated(module)
     else:
         all_names = [name for name, _ in module.named_modules() if name]
         names = match_names(all_names, pattern, option="the pattern")
@@ -229,7 +229,7 @@ def match_names(names: list[str], globs: Globs, *, option: str) -> list[str]:
     return [name for name in names if name in matched]
 
 
-def _repeated(module: nn.Module) -> list[str]:
+def _find_repeated(module: nn.Module) -> list[str]:
     found: list[str] = []
     for prefix, container in module.named_modules():
         if not isinstance(container, CONTAINER_TYPES):

@@ -206,7 +206,7 @@ class LiveStorages(OperationMode):
         out = func(*args, **kwargs)
         for value in operands(out):
             self._meet(value, was_there=False)
-        self._sum = self._sum_of(func, args, out)
+        self._sum = self._find_sum(func, args, out)
         pending_bytes = 0 if self._sum is None else self._sum.result.nbytes
         self.bytes_peak = max(self.bytes_peak, self.bytes_alive - pending_bytes)
         self.num_operations += 1
@@ -235,7 +235,7 @@ class LiveStorages(OperationMode):
         else:
             events[_last(events, (result, False))] = operand, False
 
-    def _sum_of(self, func: Any, args: Any, out: Any) -> _Sum | None:
+    def _find_sum(self, func: Any, args: Any, out: Any) -> _Sum | None:
         """Return the sum that backward computes in place when no mode is active, if it may be."""
         is_sum = func is torch.ops.aten.add.Tensor
         if not (is_sum or func in _SCATTER_OPERATIONS) or torch.is_grad_enabled():
@@ -243,8 +243,8 @@ class LiveStorages(OperationMode):
         node = backward_node()
         if node is None or args[0]._is_view():
             return None
-        operand = self._life_of(args[0])
-        result = self._life_of(out)
+        operand = self._find_life(args[0])
+        result = self._find_life(out)
         if operand is None or result is None or operand is result:
             return None
         if operand.nbytes != result.nbytes or result.born != self.num_operations:
@@ -257,7 +257,7 @@ class LiveStorages(OperationMode):
             return None
         return _Sum(operand, result, out.untyped_storage()._cdata, self.bytes_alive)
 
-    def _life_of(self, tensor: Tensor) -> Life | None:
+    def _find_life(self, tensor: Tensor) -> Life | None:
         """Return the record of a dense tensor's storage, if it was made inside the mode."""
         if tensor.layout is not torch.strided:
             return None
@@ -457,10 +457,10 @@ def divide(model: nn.Module, *, blocks: Globs | None = None) -> dict[str, nn.Mod
     The layers are the blocks, and around them the largest modules that hold no block. A model that
     repeats nothing is divided into its children.
     """
-    return dict(_around("", model, blocks_if_any(model, blocks)))
+    return dict(_wrap_forward("", model, blocks_if_any(model, blocks)))
 
 
-def _around(
+def _wrap_forward(
     prefix: str, module: nn.Module, blocks: Mapping[str, nn.Module]
 ) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
@@ -470,7 +470,7 @@ def _around(
             isinstance(child, nn.ModuleList | nn.ModuleDict)
             or any(block.startswith(f"{path}.") for block in blocks)
         ):
-            yield from _around(f"{path}.", child, blocks)
+            yield from _wrap_forward(f"{path}.", child, blocks)
         else:
             yield path, child
 

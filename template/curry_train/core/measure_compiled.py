@@ -45,7 +45,7 @@ def measure_allocated(module: nn.Module, batch: Any, loss: Loss) -> Memory:
         return measure_memory(module, batch, loss)
 
     alive = held = peak = 0
-    for event in _events_of_step(module, batch, loss):
+    for event in _profile_step(module, batch, loss):
         if event.name() == FORWARD_END_EVENT:
             held = alive
         elif event.name() == ALLOCATION_EVENT:
@@ -60,7 +60,7 @@ def count_executed_flops(module: nn.Module, batch: Any, loss: Loss) -> Flops:
     Matrix products that the compiler emits as kernels of its own, as it does with `max-autotune`,
     are not recorded as operations, and are not counted.
     """
-    events = _events_of_step(module, batch, loss, shapes=True)
+    events = _profile_step(module, batch, loss, shapes=True)
     allocation_times: dict[int, list[int]] = defaultdict(list)
     for event in events:
         if event.name() == ALLOCATION_EVENT and event.nbytes() > 0:
@@ -77,19 +77,17 @@ def count_executed_flops(module: nn.Module, batch: Any, loss: Loss) -> Flops:
         if event.start_ns() < ends.get(thread, 0):
             # This operation runs inside of another, which is counted with all that it calls.
             continue
-        operation = _counted(event.name())
+        operation = _find_counted_operation(event.name())
         if operation is None:
             continue
         ends[thread] = event.end_ns()
-        if _came_to_its_end(event, operation, allocation_times[thread]):
+        if _has_finished(event, operation, allocation_times[thread]):
             with total:
                 _run_on_meta(event, operation)
     return Flops(forward, total.flops - forward)
 
 
-def _events_of_step(
-    module: nn.Module, batch: Any, loss: Loss, *, shapes: bool = False
-) -> list[Any]:
+def _profile_step(module: nn.Module, batch: Any, loss: Loss, *, shapes: bool = False) -> list[Any]:
     """Return the profiler's events of a second step, sorted by start time."""
     with mock.patch.dict(os.environ, NO_LOG | os.environ), untouched(module):
         loss(module, batch).backward()
@@ -110,7 +108,7 @@ def _events_of_step(
     return sorted(results.kineto_results.events(), key=lambda event: event.start_ns())
 
 
-def _counted(name: str) -> Any:
+def _find_counted_operation(name: str) -> Any:
     """Return the ATen operation of that name if its FLOPs have a formula, else None."""
     space, _, operation = name.partition("::")
     if space != "aten" or not operation:
@@ -119,7 +117,7 @@ def _counted(name: str) -> Any:
     return packet.default if packet in flop_registry or packet in ATTENTION else None
 
 
-def _came_to_its_end(event: Any, operation: Any, allocation_times: list[int]) -> bool:
+def _has_finished(event: Any, operation: Any, allocation_times: list[int]) -> bool:
     """Return whether an operation finished: early stop of recompute leaves it without output."""
     if len(event.shapes()) > len(operation._schema.arguments):
         # The output was passed in with `out=`, so none is allocated.

@@ -133,18 +133,18 @@ def record(module: nn.Module, loss: Tensor) -> StepRecord:
     return StepRecord(
         loss=loss.clone(),
         gradients={
-            name: None if parameter.grad is None else _whole(parameter.grad.detach()).clone()
+            name: None if parameter.grad is None else _gather(parameter.grad.detach()).clone()
             for name, parameter in trained.items()
         },
         buffers={name: buffer.detach().clone() for name, buffer in module.named_buffers()},
         generators=generator_states(),
         parameter_norm=math.hypot(
-            *(_whole(parameter.detach().norm()).item() for parameter in trained.values())
+            *(_gather(parameter.detach().norm()).item() for parameter in trained.values())
         ),
     )
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _gather(tensor: Tensor) -> Tensor:
     """Gather the full tensor of one that FSDP2 shards."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -180,15 +180,22 @@ def compare(reference: StepRecord, candidate: StepRecord, *, tolerance: float = 
     Where both have as many values, they are compared in order, under the names of the reference:
     wrappers around modules add to the names.
     """
-    gradients = _named_as(reference.gradients, candidate.gradients)
+    gradients = _match_wrapped_names(reference.gradients, candidate.gradients)
     floor = 0.01 * reference.gradient_norm
-    found = [Difference("loss", "value", _error(reference.loss, candidate.loss, floor=0.0))]
+    found = [
+        Difference("loss", "value", _relative_error(reference.loss, candidate.loss, floor=0.0))
+    ]
     for kind, least, was, now in (
         ("gradient", floor, reference.gradients, gradients),
-        ("buffer", 0.0, reference.buffers, _named_as(reference.buffers, candidate.buffers)),
+        (
+            "buffer",
+            0.0,
+            reference.buffers,
+            _match_wrapped_names(reference.buffers, candidate.buffers),
+        ),
     ):
         found += [
-            Difference(kind, name, _error(was.get(name), now.get(name), floor=least))
+            Difference(kind, name, _relative_error(was.get(name), now.get(name), floor=least))
             for name in {**was, **now}
         ]
     for name, state in reference.generators.items():
@@ -202,13 +209,15 @@ def compare(reference: StepRecord, candidate: StepRecord, *, tolerance: float = 
     )
 
 
-def _named_as(reference: Mapping[str, Any], candidate: Mapping[str, Any]) -> Mapping[str, Any]:
+def _match_wrapped_names(
+    reference: Mapping[str, Any], candidate: Mapping[str, Any]
+) -> Mapping[str, Any]:
     if len(reference) != len(candidate) or reference.keys() == candidate.keys():
         return candidate
     return dict(zip(reference, candidate.values(), strict=True))
 
 
-def _error(reference: Tensor | None, candidate: Tensor | None, *, floor: float) -> float:
+def _relative_error(reference: Tensor | None, candidate: Tensor | None, *, floor: float) -> float:
     if reference is None or candidate is None:
         return 0.0 if reference is candidate else math.inf
     if reference.shape != candidate.shape or reference.dtype != candidate.dtype:

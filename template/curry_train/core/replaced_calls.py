@@ -40,7 +40,7 @@ def replaced_calls(
     with contextlib.ExitStack() as stack:
         registers = (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
         for register, watch in zip(registers, around_step, strict=False):
-            stack.callback(register(_of_training(watch)).remove)
+            stack.callback(register(_skip_state_step(watch)).remove)
         for owner, name, watch in replacements:
             call = getattr(owner, name)
             function = watched(watch, call)
@@ -54,7 +54,7 @@ def replaced_calls(
         yield
 
 
-def _of_training(watch: Call) -> Call:
+def _skip_state_step(watch: Call) -> Call:
     """Leave out the step by which torch makes an optimizer's state, before it saves or loads it."""
 
     def run(*args: Any) -> Any:

@@ -115,8 +115,8 @@ def require_whole(name: str, value: Any, *, least: int) -> None:
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the closest known name, or None; case and the kind of dash do not count."""
-    by_plain_name = {_plain(known_name): known_name for known_name in known}
-    matches = difflib.get_close_matches(_plain(name), by_plain_name, n=1)
+    by_plain_name = {_normalize(known_name): known_name for known_name in known}
+    matches = difflib.get_close_matches(_normalize(name), by_plain_name, n=1)
     return by_plain_name[matches[0]] if matches else None
 
 
@@ -132,7 +132,7 @@ def did_you_mean(name: str, known: Iterable[str], *, otherwise: str | None = Non
     return f"there are {', '.join(known) or 'none'}" if otherwise is None else otherwise
 
 
-def _plain(name: str) -> str:
+def _normalize(name: str) -> str:
     return name.lower().replace("_", "-").replace(" ", "-")
 
 
@@ -147,7 +147,7 @@ def provenance(device: "torch.device | None" = None) -> dict[str, Any]:
     is_cuda = device is not None and device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_cuda else f"cpu ({platform.machine()})"
     return {
-        "command": shlex.join(_as_typed(sys.orig_argv[1:])),
+        "command": shlex.join(_shorten_paths(sys.orig_argv[1:])),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": name,
         "torch": torch.__version__.split("+")[0],
@@ -194,7 +194,7 @@ def _one_row_a_line(value: Any, indent: str = "") -> str:
     return text
 
 
-def _as_typed(arguments: list[str]) -> list[str]:
+def _shorten_paths(arguments: list[str]) -> list[str]:
     """Return the command line, with absolute paths below the current folder relative to it."""
     if arguments and Path(arguments[0]).name == "curry-train":
         return ["curry-train", *arguments[1:]]

@@ -184,7 +184,7 @@ DATA_SHEETS = {
 }
 
 
-def _from_data_sheet(name: str) -> DeviceProfile:
+def _read_data_sheet(name: str) -> DeviceProfile:
     """Build a profile from what is published of a card."""
     float32, half, bandwidth, link, memory_gib, usable_gib = DATA_SHEETS[name]
     peaks = {"float32": float32, "bfloat16": half, "float16": half}
@@ -200,7 +200,7 @@ def _from_data_sheet(name: str) -> DeviceProfile:
     )
 
 
-PROFILES = {name: _from_data_sheet(name) for name in DATA_SHEETS} | {
+PROFILES = {name: _read_data_sheet(name) for name in DATA_SHEETS} | {
     # From measure_profile on two cores of an AMD EPYC with AVX2, without half-precision products.
     "cpu": DeviceProfile(
         name="cpu",
@@ -247,12 +247,12 @@ def profile_of(device: torch.device | str) -> DeviceProfile:
     The CPU is always measured, because processors differ too much for one figure. For plans that
     are the same on every machine use `find_profile("cpu")`. A device is measured once per process.
     """
-    device = _checked(device)
+    device = _check_device(device)
     if device.type == "cuda":
         card = torch.cuda.get_device_name(device)
         if card in PROFILE_OF_CARD:
             return PROFILES[PROFILE_OF_CARD[card]]
-    return _measured_once(device, torch.get_num_threads())
+    return _measure_once(device, torch.get_num_threads())
 
 
 def measure_profile(device: torch.device | str | None = None) -> DeviceProfile:
@@ -261,7 +261,7 @@ def measure_profile(device: torch.device | str | None = None) -> DeviceProfile:
     The default is the GPU, or the CPU if there is no GPU. What selective recompute adds to an
     operation is not measured: `SAC_SECONDS` and `REGIONS_SECONDS` are constants.
     """
-    device = _checked(device or find_device("auto"))
+    device = _check_device(device or find_device("auto"))
     cuda = device.type == "cuda"
     on_cpu = f"cpu, {torch.get_num_threads()} threads"
     name = torch.cuda.get_device_name(device) if cuda else on_cpu
@@ -281,12 +281,12 @@ def measure_profile(device: torch.device | str | None = None) -> DeviceProfile:
 
 
 @functools.cache
-def _measured_once(device: torch.device, _num_threads: int) -> DeviceProfile:
+def _measure_once(device: torch.device, _num_threads: int) -> DeviceProfile:
     """Cache the measured profile by device and number of threads."""
     return measure_profile(device)
 
 
-def _checked(device: torch.device | str) -> torch.device:
+def _check_device(device: torch.device | str) -> torch.device:
     device = torch.device(device)
     if device.type not in {"cpu", "cuda"}:
         raise ValueError(
@@ -322,7 +322,7 @@ def peak_rate(
         return PeakRate(given, "as given")
     name = str(dtype).removeprefix("torch.")
     if given == MEASURED_PEAK:
-        rate = _measured_once(device, torch.get_num_threads()).flops_per_second.get(name)
+        rate = _measure_once(device, torch.get_num_threads()).flops_per_second.get(name)
         return PeakRate(rate, f"large products in {name}, measured here")
     if given is not None:
         raise ValueError(f"the peak {given!r} is neither a number of FLOP/s nor {MEASURED_PEAK!r}")

@@ -122,7 +122,7 @@ class FewestGpus:
 
     def table(self) -> str:
         """Format the attempts at 80 columns, and name the fewest GPUs and what fewer lack."""
-        lines = wrap(self._verdict(), 80)
+        lines = wrap(self._describe_verdict(), 80)
         wide = max(len(one.sharding.mesh_text) for one in self.attempts)
         lines += [
             "",
@@ -151,7 +151,7 @@ class FewestGpus:
         lines += ["", *wrap(note, 80), *wrap(OUTSIDE_NOTE, 80)]
         return "\n".join(lines)
 
-    def _verdict(self) -> str:
+    def _describe_verdict(self) -> str:
         best = self.best
         start = f"{self.workload}, a global batch of {self.global_batch}, on {self.device}: "
         if best is None:
@@ -228,7 +228,7 @@ def fewest_gpus(
     candidates = [
         grown
         for template in sharding or [Sharding("fsdp2")]
-        for grown in _shardings(template, global_batch, most=most)
+        for grown in _list_shardings(template, global_batch, most=most)
     ]
     if not candidates:
         raise ValueError(
@@ -241,7 +241,7 @@ def fewest_gpus(
     return FewestGpus(search.name, device.name, global_batch, attempts, links)
 
 
-def _shardings(template: Sharding, global_batch: int, *, most: int) -> Iterator[Sharding]:
+def _list_shardings(template: Sharding, global_batch: int, *, most: int) -> Iterator[Sharding]:
     """Yield shardings whose first dimension grows, each with samples for every data rank."""
     first, *_ = template.mesh
     size = 1

@@ -193,9 +193,9 @@ class OwnedBlocks:
         freed = sorted(life.freed for life in gradients if life.freed is not None)
         for start in self._forwards:
             since = starts[-1]
-            has_step = self._next(self._steps, since - 1) < start
+            has_step = self._find_next(self._steps, since - 1) < start
             # An optimizer that allocates nothing is known by the gradients that are dropped.
-            if (has_step or self._next(freed, since) <= start) and bisect.bisect_left(
+            if (has_step or self._find_next(freed, since) <= start) and bisect.bisect_left(
                 self._backwards, start
             ):
                 starts.append(start)
@@ -207,14 +207,14 @@ class OwnedBlocks:
         for start, end in self.steps():
             phase = FORWARD_PHASE
             for name, found in ((BACKWARD_PHASE, self._backwards), (STEP_PHASE, self._steps)):
-                begins = self._next(found, start)
+                begins = self._find_next(found, start)
                 if begins <= end:
                     yield phase, start, begins
                     phase = name
                     start = begins
             yield phase, start, end
 
-    def _next(self, times: Sequence[int], index: int) -> int:
+    def _find_next(self, times: Sequence[int], index: int) -> int:
         """Return the first of sorted times after an event, or the end of the record."""
         place = bisect.bisect_right(times, index)
         return times[place] if place < len(times) else self._end
@@ -222,10 +222,10 @@ class OwnedBlocks:
     def _assign(self, made: Sequence[BlockLife]) -> None:
         """Choose the owner of each block."""
         rules = {
-            FORWARD_PHASE: self._of_forward,
-            RECOMPUTE_PHASE: self._of_forward,
-            BACKWARD_PHASE: self._of_backward,
-            STEP_PHASE: self._of_step,
+            FORWARD_PHASE: self._choose_in_forward,
+            RECOMPUTE_PHASE: self._choose_in_forward,
+            BACKWARD_PHASE: self._choose_in_backward,
+            STEP_PHASE: self._choose_in_step,
         }
         for life in made:
             if life in self._workspaces:
@@ -237,10 +237,10 @@ class OwnedBlocks:
         self._find_logits(made)
         self._divide_earlier()
 
-    def _of_forward(self, life: BlockLife) -> str:
-        backward = self._next(self._backwards, life.born)
+    def _choose_in_forward(self, life: BlockLife) -> str:
+        backward = self._find_next(self._backwards, life.born)
         if backward == self._end:
-            is_held = life.is_alive(self._next(self._stops, life.born) - 1)
+            is_held = life.is_alive(self._find_next(self._stops, life.born) - 1)
             return ACTIVATIONS_GROUP if is_held else FORWARD_TEMPORARIES
         if not life.is_alive(backward):
             return FORWARD_TEMPORARIES
@@ -254,10 +254,10 @@ class OwnedBlocks:
         place = bisect.bisect_right(starts, life.born) + 1
         return place < len(starts) and life.is_alive(starts[place])
 
-    def _of_backward(self, life: BlockLife) -> str:
-        end = min(self._next(times, life.born) for times in (self._steps, self._forwards))
+    def _choose_in_backward(self, life: BlockLife) -> str:
+        end = min(self._find_next(times, life.born) for times in (self._steps, self._forwards))
         if end == self._end:
-            end = self._next(self._stops, life.born)
+            end = self._find_next(self._stops, life.born)
         elif life.is_alive(end):
             return GRADIENTS_GROUP
         # Without events of the optimizer, gradients are released between backward and forward.
@@ -278,10 +278,10 @@ class OwnedBlocks:
             for life in released if len(released) > 1 else ():
                 life.owner = GRADIENTS_GROUP
 
-    def _of_step(self, life: BlockLife) -> str:
-        end = self._next(self._forwards, life.born)
+    def _choose_in_step(self, life: BlockLife) -> str:
+        end = self._find_next(self._forwards, life.born)
         if end == self._end:
-            end = self._next(self._stops, life.born) - 1
+            end = self._find_next(self._stops, life.born) - 1
         return OPTIMIZER_STATE_GROUP if life.is_alive(end) else STEP_TEMPORARIES
 
     def _find_logits(self, made: Sequence[BlockLife]) -> None:
@@ -310,23 +310,23 @@ class OwnedBlocks:
         for life in self.history.lives:
             if life.born >= self._first_call and life.born != AT_START:
                 continue
-            owner = self._of_earlier(life)
-            life.owner = owner or _unrecognized(life)
+            owner = self._choose_by_stack(life)
+            life.owner = owner or _name_unrecognized(life)
             parameters[life.requested_bytes] += owner == PARAMETERS_GROUP
             if owner is None:
                 unclear.setdefault(life.requested_bytes, []).append(life)
-        copies = _copies(gradients, unclear, parameters)
+        copies = _count_copies(gradients, unclear, parameters)
         for size, count in gradients.items():
             room = {
                 PARAMETERS_GROUP: count - parameters[size],
                 OPTIMIZER_STATE_GROUP: (copies - 1) * count,
             }
             for life in unclear.get(size, ()):
-                life.owner = self._by_size(life, room)
+                life.owner = self._choose_by_size(life, room)
                 if life.owner in room:
                     room[life.owner] -= 1
 
-    def _of_earlier(self, life: BlockLife) -> str | None:
+    def _choose_by_stack(self, life: BlockLife) -> str | None:
         """Return the owner that a block's own stack shows."""
         if life in self._workspaces:
             return WORKSPACES_OWNER
@@ -341,7 +341,7 @@ class OwnedBlocks:
             return PARAMETERS_GROUP
         return ACTIVATIONS_GROUP if origin.in_module else None
 
-    def _by_size(self, life: BlockLife, room: dict[str, int]) -> str:
+    def _choose_by_size(self, life: BlockLife, room: dict[str, int]) -> str:
         """Return the owner of a block with the size of a gradient."""
         first_backward = self._backwards[0] if self._backwards else self._end
         if life.freed is not None and life.freed < first_backward:
@@ -350,7 +350,7 @@ class OwnedBlocks:
         if life.freed is not None:
             # Parameters stay; an optimizer may make its state anew.
             order.reverse()
-        return next((owner for owner in order if room[owner] > 0), _unrecognized(life))
+        return next((owner for owner in order if room[owner] > 0), _name_unrecognized(life))
 
     def _gradient_sizes(self) -> Counter[int]:
         """Count the gradients of the fullest step by their sizes."""
@@ -362,11 +362,11 @@ class OwnedBlocks:
         return max(by_step.values(), key=lambda sizes: sizes.total(), default=Counter())
 
 
-def _unrecognized(life: BlockLife) -> str:
+def _name_unrecognized(life: BlockLife) -> str:
     return EARLIER_OWNER if life.born == AT_START else BATCH_GROUP
 
 
-def _copies(
+def _count_copies(
     gradients: Counter[int], unclear: dict[int, list[BlockLife]], parameters: Counter[int]
 ) -> int:
     """Return how many numbers the training holds for each parameter, the parameter included."""
@@ -440,10 +440,10 @@ def levers(owned: OwnedBlocks) -> list[SnapshotLever]:
     """Return what lowers the peak; expandable segments first, being free, then by bytes."""
     history = owned.history
     changes = [
-        (owners[0], change, _scaled(owned, owners, fraction))
+        (owners[0], change, _scale(owned, owners, fraction))
         for change, owners, fraction in SCALED_LEVERS
     ]
-    for change, dropped in (_recomputed(owned), _attention_scores(owned)):
+    for change, dropped in (_select_recomputed(owned), _attention_scores(owned)):
         if dropped:
             changes.append((ACTIVATIONS_GROUP, change, dict.fromkeys(dropped, 0.0)))
     base = replayed_peaks(history, {})
@@ -482,7 +482,7 @@ SCALED_LEVERS = (
 )
 
 
-def _scaled(owned: OwnedBlocks, owners: Sequence[str], fraction: float) -> dict[BlockLife, float]:
+def _scale(owned: OwnedBlocks, owners: Sequence[str], fraction: float) -> dict[BlockLife, float]:
     # The gradient of the logits has their size.
     logits = owned.logits_sizes if LOGITS_OWNER in owners else set[int]()
     found = {}
@@ -493,19 +493,19 @@ def _scaled(owned: OwnedBlocks, owners: Sequence[str], fraction: float) -> dict[
     return found
 
 
-def _recomputed(owned: OwnedBlocks) -> tuple[str, set[BlockLife]]:
+def _select_recomputed(owned: OwnedBlocks) -> tuple[str, set[BlockLife]]:
     """Return activations of repeated blocks, but those of the last and one for each input."""
     dropped: set[BlockLife] = set()
     count = 0
     for phase, begins, _ in owned.phase_spans():
         if phase == BACKWARD_PHASE:
-            found, blocks = _dropped_by_recompute(owned, begins - 1)
+            found, blocks = _select_dropped(owned, begins - 1)
             dropped |= blocks
             count = max(count, found)
     return f"recompute the {count} blocks (skill recompute)", dropped
 
 
-def _dropped_by_recompute(owned: OwnedBlocks, moment: int) -> tuple[int, set[BlockLife]]:
+def _select_dropped(owned: OwnedBlocks, moment: int) -> tuple[int, set[BlockLife]]:
     """Return the number of repeated blocks, and the activations that recompute does not keep."""
     groups: dict[tuple[str, int], list[BlockLife]] = {}
     for life in owned.history.alive_at(moment):

@@ -213,10 +213,10 @@ class Planner:
         budget_bytes, self.limit_notes = self.card.limit(budget_bytes)
         tried = [
             self.whole_steps.predict(one, budget_bytes)
-            for one in self._tried(global_batch, microbatch)
+            for one in self._list_settings(global_batch, microbatch)
         ]
         # The search considers its whole step too.
-        own = self._own(tried, microbatch, budget_bytes)
+        own = self._describe_plain(tried, microbatch, budget_bytes)
         found: list[Candidate] = []
         best: Candidate | None = None
         for predicted in sorted(tried, key=order):
@@ -230,7 +230,7 @@ class Planner:
             self.tell("looking for the least peak")
             best = self.whole_steps.least(min(found, key=lambda candidate: candidate.peak_bytes))
             if best.peak_bytes > budget_bytes:
-                raise self._infeasible(best, found, budget_bytes)
+                raise self._describe_infeasible(best, found, budget_bytes)
             way = best.microbatch, best.chunked_loss
             found = [one for one in found if (one.microbatch, one.chunked_loss) != way] + [best]
 
@@ -242,7 +242,7 @@ class Planner:
             own = next(same, own)
         return replace(self._plan(best, shown, budget_bytes), own=own)
 
-    def _own(
+    def _describe_plain(
         self, found: list[Candidate], microbatch: int | None, budget_bytes: int
     ) -> Candidate | None:
         """Return the model as it is with the caller's microbatch, or that of the workload.
@@ -262,7 +262,7 @@ class Planner:
             own = self.whole_steps.whole(own)
         return own.within(budget_bytes)
 
-    def _tried(self, global_batch: int, microbatch: int | None) -> list[Candidate]:
+    def _list_settings(self, global_batch: int, microbatch: int | None) -> list[Candidate]:
         """Return the settings to try: microbatch size, number of microbatches, chunked loss."""
         sizes = self.sharding.microbatches(global_batch, microbatch)
         if sizes[0][0] == 1 and not self._runs_on_one_sample:
@@ -372,7 +372,7 @@ class Planner:
             candidates=tuple(found),
         )
 
-    def _infeasible(
+    def _describe_infeasible(
         self, least: Candidate, found: list[Candidate], budget_bytes: int
     ) -> Infeasible:
         """Name the least peak and what would help, in 80 columns."""
@@ -384,11 +384,13 @@ class Planner:
             f"{least.microbatch} and {least.summary()}",
             80,
         )
-        for lever in self._levers(least, {one.microbatch for one in found}, budget_bytes):
+        for lever in self._describe_levers(least, {one.microbatch for one in found}, budget_bytes):
             lines += wrap(lever, 80, initial_indent="  ", subsequent_indent="    ")
         return Infeasible("\n".join(lines), least.peak_bytes)
 
-    def _levers(self, least: Candidate, sizes: set[int], budget_bytes: int) -> Iterator[str]:
+    def _describe_levers(
+        self, least: Candidate, sizes: set[int], budget_bytes: int
+    ) -> Iterator[str]:
         """Yield what is in use before any activation, and what would help: what is free first."""
         step = self.whole_steps.step(least)
         accumulated = step.timeline.owners[GRADIENTS_GROUP][0]
@@ -404,7 +406,7 @@ class Planner:
             line += "; that alone is over the budget, so no choice for activations helps"
         yield line
 
-        for lever, peak in self._lever_peaks(least, step):
+        for lever, peak in self._estimate_levers(least, step):
             if peak < least.peak_bytes:
                 fits = ", which fits" if peak <= budget_bytes else ""
                 yield f"{lever}: a peak of {format_bytes(peak)}{fits}"
@@ -421,7 +423,7 @@ class Planner:
         if not self.sharding.is_shared:
             yield "several GPUs: curry-train plan --fits h100 finds how many are enough"
 
-    def _lever_peaks(self, least: Candidate, step: StepEstimate) -> Iterator[tuple[str, int]]:
+    def _estimate_levers(self, least: Candidate, step: StepEstimate) -> Iterator[tuple[str, int]]:
         """Yield changes outside the model, each with the peak that the least one would become."""
         trace = self.card.trace_of(step)
         if trace is not None:

@@ -98,7 +98,7 @@ def record_rank_step(
     if not is_synced:
         group = GRADIENTS_GROUP
         warnings.warn(UNSYNCED_WARNING, stacklevel=2)
-    called_loss = functools.partial(_loss_of, program, loss)
+    called_loss = functools.partial(_compute_loss, program, loss)
     with seeded(0), torch.enable_grad(), as_trained(module):
         with before:
             _warm_up(program, called_loss, state, is_synced=is_synced)
@@ -136,7 +136,7 @@ def record_rank_step(
     return lives, middle
 
 
-def _loss_of(program: RankProgram, loss: Loss, module: nn.Module, batch: Any) -> Tensor:
+def _compute_loss(program: RankProgram, loss: Loss, module: nn.Module, batch: Any) -> Tensor:
     """Return the loss of the wrapped module; what a wrong wrapping raises is one line."""
     try:
         return loss(program.called, batch)
@@ -334,7 +334,7 @@ def one_rank(sizes: Mapping[str, int], *, rank: int = 0) -> Iterator[Any]:
         # Torch takes tensors without values for a trace, in which it would wait for each functional
         # collective at once, and make copies.
         not_traced = patched_in_all("torch.distributed", "_are_we_tracing", lambda: False)
-        with not_traced, _ddp_without_talk(), few_chunks, warnings.catch_warnings():
+        with not_traced, _silence_ddp(), few_chunks, warnings.catch_warnings():
             # Torch warns about this when the program trains.
             warnings.filterwarnings("ignore", VIEW_WARNING, UserWarning)
             yield mesh
@@ -365,7 +365,7 @@ class ShardChunks:
 
 
 @contextlib.contextmanager
-def _ddp_without_talk() -> Iterator[None]:
+def _silence_ddp() -> Iterator[None]:
     """Let DDP skip the comparison of parameters, and average gradients in a hook.
 
     The work of the fake process group has no result that DDP could take.

@@ -163,7 +163,7 @@ class StepCourse:
         kind = kind_of_collective(func)
         if kind is None and not self.moved[index]:
             return  # a view
-        inputs = _storages(args, kwargs)
+        inputs = _find_storages(args, kwargs)
         waits = {self.writers[key] for key in inputs & self.writers.keys()}
         waits = {one for one in waits if one in self.collectives or self.streams[one] != stream}
         if waits:
@@ -171,20 +171,20 @@ class StepCourse:
         arguments = func._schema.arguments
         given = {one.name: value for one, value in zip(arguments, args, strict=False)} | kwargs
         if kind is not None:
-            self.collectives[index] = _collective(kind, func, given, out)
+            self.collectives[index] = _read_collective(kind, func, given, out)
             written = inputs
         else:
-            written = _storages(
+            written = _find_storages(
                 *(
                     given.get(one.name)
                     for one in arguments
                     if one.alias_info is not None and one.alias_info.is_write
                 )
             )
-        self.writers.update(dict.fromkeys(_storages(out) | written, index))
+        self.writers.update(dict.fromkeys(_find_storages(out) | written, index))
 
 
-def _storages(*values: Any) -> set[int]:
+def _find_storages(*values: Any) -> set[int]:
     """Return the storages of the tensors in arguments or results, by their address."""
     return {tensor.untyped_storage()._cdata for tensor in operands(*values)}
 
@@ -198,7 +198,7 @@ def kind_of_collective(func: Any) -> str | None:
     return next((kind for part, kind in KINDS_OF_NAMES.items() if part in name), None)
 
 
-def _collective(kind: str, func: Any, given: dict[str, Any], out: Any) -> Collective:
+def _read_collective(kind: str, func: Any, given: dict[str, Any], out: Any) -> Collective:
     group: Any = given.get("process_group")
     if group is None:
         group = resolve_group(given["group_name"])
@@ -209,12 +209,12 @@ def _collective(kind: str, func: Any, given: dict[str, Any], out: Any) -> Collec
     is_functional = func.namespace == FUNCTIONAL_NAMESPACE
     if kind in (ALL_GATHER_KIND, REDUCE_SCATTER_KIND):
         # The whole tensors, and the rank's own parts of them, which are one in so many of these.
-        both = _bytes_of([given, out] if is_functional else given)
+        both = _count_bytes([given, out] if is_functional else given)
         nbytes = both * len(ranks) // (len(ranks) + 1)
     elif kind == ALL_TO_ALL_KIND:
-        nbytes = _bytes_of(given.get("input", given.get("input_tensors")))
+        nbytes = _count_bytes(given.get("input", given.get("input_tensors")))
     else:
-        nbytes = _bytes_of(given)
+        nbytes = _count_bytes(given)
     return Collective(kind, nbytes, ranks, not is_functional and given.get("async_op") is False)
 
 
@@ -223,7 +223,7 @@ def resolve_group(name: str) -> Any:
     return vars(dist.distributed_c10d)["_resolve_process_group"](name)
 
 
-def _bytes_of(tree: Any) -> int:
+def _count_bytes(tree: Any) -> int:
     return sum(one.nbytes for one in operands(tree))
 
 

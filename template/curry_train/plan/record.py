@@ -98,7 +98,7 @@ class RankStorages(LiveStorages):
         def resized(storage: Any, size: int) -> Any:
             before = storage.nbytes()
             result = resize(storage, size)
-            self._resized(storage, before)
+            self._note_resize(storage, before)
             return result
 
         def paused(propagator: Any, schema: Any) -> Any:
@@ -146,7 +146,7 @@ class RankStorages(LiveStorages):
             torch.cpu.current_stream(), len(self._stream_numbers)
         )
 
-    def _resized(self, storage: Any, before: int) -> None:
+    def _note_resize(self, storage: Any, before: int) -> None:
         """Count a storage without bytes as freed, and one that has them again as a new one.
 
         FSDP2 does this to the parameters that it gathers.
@@ -185,16 +185,16 @@ class StepLayers(RunningLayers):
 
     def entered(self, layer: str, inputs: Any) -> None:
         self._first_nodes.append((next_node(), layer))
-        for life in self._passed(inputs):
+        for life in self._find_passed(inputs):
             if self.holders.get(life, REST_LAYER) == REST_LAYER:
                 self.holders[life] = layer
 
     def left(self, layer: str, output: Any) -> None:
         self._first_nodes.append((next_node(), self.current))
-        for life in self._passed(output):
+        for life in self._find_passed(output):
             self.holders.setdefault(life, REST_LAYER)
 
-    def _passed(self, values: Any) -> list[Life]:
+    def _find_passed(self, values: Any) -> list[Life]:
         """Return the storages of torch's own tensors that are passed in forward."""
         if self._record.phase != "forward":
             return []
@@ -246,7 +246,7 @@ class StepLives(RankStorages):
         optimizer: torch.optim.Optimizer,
         state: "OptimizerState | None",
     ) -> None:
-        super().__init__(owner=self._owner_now, device=device)
+        super().__init__(owner=self._find_owner, device=device)
         # What the optimizer's first step makes and frees on the device, if it is known.
         self.first_step = [] if state is None else state.first_step
         # Dtypes in which FSDP2 gathers parameters; None for their own.
@@ -366,7 +366,7 @@ class StepLives(RankStorages):
             curves[life.owner[0]][life.born : life.died] += life.nbytes
         return curves
 
-    def _owner_now(self) -> tuple[str, str]:
+    def _find_owner(self) -> tuple[str, str]:
         running = self.running
         if self.phase == "forward":
             return ACTIVATIONS_GROUP, running.current

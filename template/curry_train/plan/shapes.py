@@ -97,48 +97,50 @@ class KernelsAsTheyRun(FakeTensorMode):
                 contiguous = torch.empty(first.shape, dtype=first.dtype, device=first.device)
             args = (contiguous, *args[1:])
         if func is GROUPED_MM_OPERATION and first.dtype is not torch.bfloat16:
-            return self._grouped(first, args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
+            return self._allocate_grouped(
+                first, args[1], args[2] if len(args) > 2 else kwargs.get("offs")
+            )
         _check_indices(func, args)
         out: Any = super().dispatch(func, types, args, kwargs)
         # Another subclass takes a call that fake tensors leave to it.
         if out is NotImplemented:
             return out
         if func in NORM_FORWARDS:
-            return self._norm(func, args, out)
+            return self._correct_norm(func, args, out)
         if func is BATCH_NORM_BACKWARD and out[0] is not None:
-            return self._like(args[1], out[0].dtype), *out[1:]
+            return self._allocate_like(args[1], out[0].dtype), *out[1:]
         if func is GROUP_NORM_BACKWARD and out[0] is not None and out[0].dtype != args[1].dtype:
-            return self._like(out[0], args[1].dtype), *out[1:]
+            return self._allocate_like(out[0], args[1].dtype), *out[1:]
         if func in RESIZED_LOSSES and out.dim() == 0:
-            return self._resized(torch.broadcast_shapes(first.shape, args[1].shape), out)
+            return self._allocate_resized(torch.broadcast_shapes(first.shape, args[1].shape), out)
         return out
 
-    def _resized(self, size: Sequence[int], out: Tensor) -> Tensor:
+    def _allocate_resized(self, size: Sequence[int], out: Tensor) -> Tensor:
         """Allocate this many elements for a tensor that has fewer, as a kernel that resizes it."""
         with self:
             return torch.empty(size, dtype=out.dtype, device=out.device).resize_(out.shape)
 
-    def _norm(self, func: Any, args: Any, out: Any) -> Any:
+    def _correct_norm(self, func: Any, args: Any, out: Any) -> Any:
         """Correct the layout of a norm's output and the dtype of its statistics."""
         output, *statistics = out
         if func is BATCH_NORM:
-            output = self._like(args[0], output.dtype)
+            output = self._allocate_like(args[0], output.dtype)
         given = [value for value in args[1:] if isinstance(value, Tensor)]
         float32 = any(value.dtype is torch.float32 for value in given)
         if self.kernels == "cuda" and func is not GROUP_NORM:
             float32 = args[0].dtype in HALF_PRECISION_DTYPES
         if float32 and statistics[0].dtype is not torch.float32:
-            statistics = [self._like(value, torch.float32) for value in statistics]
+            statistics = [self._allocate_like(value, torch.float32) for value in statistics]
         return output, *statistics
 
-    def _like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    def _allocate_like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Allocate a tensor of this shape: contiguous, or with channels last if they are so."""
         with self:
             return torch.empty_like(
                 tensor, dtype=dtype, memory_format=suggest_memory_format(tensor)
             )
 
-    def _grouped(self, a: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:
+    def _allocate_grouped(self, a: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:
         """Allocate the output of a grouped matrix product, with aligned rows."""
         if a.dim() == 2 or b.dim() == 2:
             groups = [ends.shape[0]] if ends is not None and a.dim() == b.dim() == 2 else []
@@ -506,25 +508,25 @@ class PretendedCase(Case):
 
     def build(self) -> nn.Module:
         with seeded(self.seed):
-            return self.place_module(_without_real(self.workload.build())).train()
+            return self.place_module(_drop_real(self.workload.build())).train()
 
     def batch(self, size: int | None = None) -> Any:
         return map_tensors(
             super().batch(size),
-            lambda tensor: _without_values(tensor) if tensor.is_floating_point() else tensor,
+            lambda tensor: _drop_values(tensor) if tensor.is_floating_point() else tensor,
         )
 
 
-def _without_real(module: nn.Module) -> nn.Module:
+def _drop_real(module: nn.Module) -> nn.Module:
     """Return a copy with fake tensors if the factory used real weights; those stay unchanged."""
     tensors = [*module.parameters(), *module.buffers()]
     if all(isinstance(tensor, FakeTensor) for tensor in tensors):
         return module
-    replacements = {id(tensor): _without_values(tensor) for tensor in tensors}
+    replacements = {id(tensor): _drop_values(tensor) for tensor in tensors}
     return copy.deepcopy(module, replacements)
 
 
-def _without_values(tensor: Tensor) -> Tensor:
+def _drop_values(tensor: Tensor) -> Tensor:
     """Return a fake tensor of the same shape, or the tensor itself if it is fake."""
     if isinstance(tensor, FakeTensor):
         return tensor
@@ -534,15 +536,15 @@ def _without_values(tensor: Tensor) -> Tensor:
     assert mode is not None, "the modules of a pretended case are built inside of pretended"
     has_values = {not isinstance(one, FakeTensor) for one in local_tensors(tensor)}
     if len(has_values) > 1:
-        return _wrapped_without_values(tensor)
+        return _drop_wrapped_values(tensor)
     fake_tensor: Tensor = mode.from_tensor(tensor, static_shapes=True)
     return fake_tensor
 
 
-def _wrapped_without_values(tensor: Any) -> Tensor:
+def _drop_wrapped_values(tensor: Any) -> Tensor:
     """Replace the tensors with values in a wrapper, such as the table of codes of NF4."""
     names, context = tensor.__tensor_flatten__()
-    inside = {name: _without_values(getattr(tensor, name)) for name in names}
+    inside = {name: _drop_values(getattr(tensor, name)) for name in names}
     made: Tensor = type(tensor).__tensor_unflatten__(inside, context, tensor.shape, tensor.stride())
     is_parameter = isinstance(tensor, nn.Parameter)
     return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
@@ -584,8 +586,8 @@ class _Here(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args = tuple(map(_on_cpu, args))
-        kwargs = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
+        args = tuple(map(_move_to_cpu, args))
+        kwargs = {name: _move_to_cpu(value) for name, value in (kwargs or {}).items()}
         if isinstance(kwargs.get("device"), int):
             kwargs["device"] = "cpu"
 
@@ -598,7 +600,7 @@ class _Here(TorchFunctionMode):
         if getattr(function, "__module__", None) == "torch.nn.init":
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
         if function in CONVERSIONS and isinstance(args[0], FakeTensor):
-            args = (_with_value(function, args, kwargs), *args[1:])
+            args = (_make_value(function, args, kwargs), *args[1:])
         if _has_values(function, args, kwargs):
             return run_with_values(function, args, kwargs)
         made = self._run(function, args, kwargs)
@@ -616,7 +618,7 @@ class _Here(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def _with_value(function: Any, args: Any, kwargs: Any) -> Tensor:
+def _make_value(function: Any, args: Any, kwargs: Any) -> Tensor:
     """Return a real tensor to convert in place of what `torch.ones` or `torch.zeros` made.
 
     A model makes its mask this way in float32, and the code that reads the mask as booleans skips
@@ -656,7 +658,7 @@ class EveryLayerRuns(TorchFunctionMode):
         ):
             return function(*args, **kwargs)
         self.drawn = True
-        kwargs = {name: _on_cpu(value) for name, value in kwargs.items()}
+        kwargs = {name: _move_to_cpu(value) for name, value in kwargs.items()}
         with unset_fake_temporarily():
             return function(*args, **kwargs).fill_(self.value)
 
@@ -690,13 +692,13 @@ def _has_values(function: Any, args: Any, kwargs: Any) -> bool:
     )
 
 
-def _on_cpu(value: Any) -> Any:
+def _move_to_cpu(value: Any) -> Any:
     if isinstance(value, torch.device) and value.type == "cuda":
         return torch.device("cpu")
     return "cpu" if isinstance(value, str) and value.partition(":")[0] == "cuda" else value
 
 
-def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+def _copy_fake(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     """Deep-copy a fake tensor; torch would read its address and warn that it has none."""
     key = id(tensor)
     if key not in memo and not isinstance(tensor, FakeTensor):
@@ -716,7 +718,7 @@ def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     return result
 
 
-def _address(tensor: Tensor) -> int:
+def _make_address(tensor: Tensor) -> int:
     """Return an address that is unique for each storage, for code that looks for shared ones."""
     return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize
 
@@ -732,8 +734,8 @@ def _refuse(func: str, *why: str) -> Callable[..., Any]:
 IDENTITY_METHODS = {Tensor.cuda, Tensor.pin_memory}
 # Replacements for methods of fake tensors.
 FAKE_METHODS: Mapping[Any, Callable[..., Any]] = {
-    Tensor.__deepcopy__: _copied,
-    Tensor.data_ptr: _address,
+    Tensor.__deepcopy__: _copy_fake,
+    Tensor.data_ptr: _make_address,
     Tensor.numpy: _refuse("Tensor.numpy"),
     Tensor.__array__: _refuse("numpy.array"),
     **{

@@ -152,7 +152,7 @@ def _snapshot_of(root: Any) -> MemorySnapshot:
         devices.append(BlockHistory(device, in_order, events.get(device, ())))
     if not devices:
         raise ValueError("it has neither segments nor events")
-    return MemorySnapshot(tuple(devices), tuple(_notes(settings)))
+    return MemorySnapshot(tuple(devices), tuple(_list_notes(settings)))
 
 
 def _stack(value: Any) -> Stack:
@@ -160,11 +160,11 @@ def _stack(value: Any) -> Stack:
     read = (
         Frame(_text(one, "name"), _text(one, "filename"), _number(one, "line", 0)) for one in frames
     )
-    return _shared(tuple(read))
+    return _intern(tuple(read))
 
 
 @functools.lru_cache(maxsize=2**16)
-def _shared(stack: Stack) -> Stack:
+def _intern(stack: Stack) -> Stack:
     """Return one stack for all equal ones: events have few different ones."""
     return stack
 
@@ -206,7 +206,7 @@ def _text(record: Any, name: str) -> str:
     return sys.intern(record.get(name, ""))
 
 
-def _notes(settings: Any) -> Iterator[str]:
+def _list_notes(settings: Any) -> Iterator[str]:
     """Name the settings of the allocator that a replay does not follow."""
     if any(step > 1 for step in settings.get("roundup_power2_divisions", {}).values()):
         yield "roundup_power2_divisions is set: sizes are rounded without it"
@@ -287,10 +287,10 @@ class BlockHistory:
                     released = BlockLife(address, event.num_bytes, event.stream, AT_START, ())
                     lives.append(released)
                 released.freed = index
-        lives += self._alive_at_end(live)
+        lives += self._find_alive_at_end(live)
         return sorted(lives, key=lambda life: life.born)
 
-    def _alive_at_end(self, live: dict[int, BlockLife]) -> Iterator[BlockLife]:
+    def _find_alive_at_end(self, live: dict[int, BlockLife]) -> Iterator[BlockLife]:
         """Set the bytes of blocks in the segments, and yield those that no event made."""
         for segment in self.segments:
             for block in segment.blocks:
@@ -409,8 +409,8 @@ def origin_of(stack: Stack) -> Origin:
     """Read the phase of a training and the source line from a stack."""
     python = [frame for frame in stack if frame.path]
     line = _own_lines(python)
-    module_depth = _depth(stack, lambda frame: frame.function in MODULE_CALLS)
-    backward_depth = _depth(stack, _is_backward)
+    module_depth = _find_depth(stack, lambda frame: frame.function in MODULE_CALLS)
+    backward_depth = _find_depth(stack, _is_backward)
     if any(_is_optimizer(frame) for frame in python):
         return Origin(STEP_PHASE, line)
     recomputes = any(frame.function in RECOMPUTING_FUNCTIONS for frame in python)
@@ -425,11 +425,11 @@ def origin_of(stack: Stack) -> Origin:
         line,
         in_module=module_depth < len(stack),
         in_loss=any(_is_loss(frame) for frame in inner),
-        builds_model=any(_builds(frame) for frame in python),
+        builds_model=any(_is_building(frame) for frame in python),
     )
 
 
-def _depth(stack: Stack, matches: Callable[[Frame], bool]) -> int:
+def _find_depth(stack: Stack, matches: Callable[[Frame], bool]) -> int:
     return next((index for index, frame in enumerate(stack) if matches(frame)), len(stack))
 
 
@@ -459,7 +459,7 @@ def _is_loss(frame: Frame) -> bool:
     return any(word in name for word in LOSS_WORDS) or frame.path.endswith("/modules/loss.py")
 
 
-def _builds(frame: Frame) -> bool:
+def _is_building(frame: Frame) -> bool:
     if frame.function in BUILDING_FUNCTIONS:
         return True
     return frame.function == "__init__" and "/torch/nn/" in frame.path

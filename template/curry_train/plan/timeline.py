@@ -66,7 +66,7 @@ def record_step_storages(
     copied = copy_optimizer(optimizer, {one: one for one in stepped})
     with (
         as_trained(module),
-        _kept(dict.fromkeys([*trained, *stepped] if state is None else [])),
+        _keep_parameters(dict.fromkeys([*trained, *stepped] if state is None else [])),
         seeded(0),
         torch.enable_grad(),
         copy_steps(optimizer, copied),
@@ -124,7 +124,7 @@ def holding_output(module: nn.Module, wanted: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _kept(parameters: Collection[Tensor]) -> Iterator[None]:
+def _keep_parameters(parameters: Collection[Tensor]) -> Iterator[None]:
     """Drop the gradients of parameters; restore values and gradients at the end."""
     before = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in parameters]
     try:
@@ -219,11 +219,13 @@ def timeline_of(record: StepLives) -> Timeline:
         points=tuple(Point(index, record.phases[index], int(totals[index])) for index in shown),
         owners={group: tuple(figures[shown].tolist()) for group, figures in owners.items()},
         after={phase: int(totals[index]) for phase, index in record.ends.items()},
-        peak=_peak(record, highest, {name: int(one[highest]) for name, one in owners.items()}),
+        peak=_build_peak(
+            record, highest, {name: int(one[highest]) for name, one in owners.items()}
+        ),
     )
 
 
-def _peak(record: StepLives, index: int, owners: dict[str, int]) -> Peak:
+def _build_peak(record: StepLives, index: int, owners: dict[str, int]) -> Peak:
     """Build the peak; on CUDA, add what an operation allocated and freed again while it ran."""
     if record.cuda:
         within = requested_bytes(record.cuda, peak=True) - record.before - sum(owners.values())

@@ -63,7 +63,7 @@ class WholeSteps:
         """
         key, _ = self._key(candidate)
         if key not in self._priced:
-            plain = self.step(_as_it_is(candidate))
+            plain = self.step(_drop_sharding(candidate))
             self._priced[key] = chain_of(
                 self.plain_steps(chunked=candidate.chunked_loss),
                 self.menus or {},
@@ -94,13 +94,13 @@ class WholeSteps:
     def predict(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         """Return the chain's choice for a budget, or the one with the least peak if none fits."""
         chain = self.priced(candidate)
-        return self._predicted(candidate, chain.fastest(budget_bytes) or chain.least())
+        return self._predict(candidate, chain.fastest(budget_bytes) or chain.least())
 
     def plain(self, candidate: Candidate) -> Candidate:
         """Predict the model as it is, with the microbatch and the loss of a candidate."""
-        return self._predicted(candidate, self.priced(candidate).plain)
+        return self._predict(candidate, self.priced(candidate).plain)
 
-    def _predicted(self, candidate: Candidate, options: dict[str, Option]) -> Candidate:
+    def _predict(self, candidate: Candidate, options: dict[str, Option]) -> Candidate:
         found = replace(candidate, options=options)
         return replace(
             found,
@@ -224,7 +224,7 @@ class WholeSteps:
         It computes its part of what the chain predicts, and waits for collectives. A step that was
         not estimated waits as the plain step of the chain's size does.
         """
-        measured = _as_it_is(candidate)
+        measured = _drop_sharding(candidate)
         plain = self.step(measured)
         step = self.known.get(self._key(candidate), plain)
         scale = candidate.microbatch / measured.microbatch if step is plain else 1.0
@@ -257,7 +257,7 @@ class WholeSteps:
         return chain, tuple(changed)
 
 
-def _as_it_is(candidate: Candidate) -> Candidate:
+def _drop_sharding(candidate: Candidate) -> Candidate:
     """Return the plain step of the larger size that the chain is measured at."""
     return replace(candidate, microbatch=MEASURED_MICROBATCH_SIZES[-1], options={})
 
