@@ -172,7 +172,7 @@ def bench_command(
     echo_notes(workload)
     click.echo(f"{blocks_text(choice)}\n\n{bench_table(bench)}")
     facts = facts_of([case])
+    bench.device = facts["device"]
     if plot_path:
-        plot_bench(bench, plot_path, device=facts["device"])
-    more = {"device": facts["device"], "blocks": choice.to_json()}
-    return facts | bench.to_json() | more, 0
+        plot_bench(bench, plot_path)
+    return facts | bench.to_json() | {"blocks": choice.to_json()}, 0

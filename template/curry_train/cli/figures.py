@@ -145,11 +145,11 @@ def _plot_trades(
         figure.legend(marks.values(), marks.keys(), loc=RIGHT)
 
 
-def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> None:
+def plot_bench(bench: Bench, path: str | Path) -> None:
     """Write a PNG of the measured configurations."""
     title = (
         f"{bench.workload}, batch size {bench.batch_size}, {bench.dtype}, {bench.optimizer}, on "
-        f"{device or bench.device}: one optimizer step"
+        f"{bench.device}: one optimizer step"
     )
     _plot_trades(path, title, {"": [row for row in bench.rows if row.step]}, {RATIO_AXIS: _time})
 
