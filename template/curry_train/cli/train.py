@@ -170,7 +170,7 @@ def train_command(
                     echo(config.to_yaml(), nl=False)
                     return None
                 choose_device(config.device)
-                watch: list[Watch] = [functools.partial(show_progress, every=config.log.every)]
+                watch: list[Watch] = [show_progress]
                 if config.log.tensorboard:
                     require_tensorboard()
                     watch.append(write_tensorboard)
@@ -220,8 +220,8 @@ def _results(run: TrainingRun, report: RunReport, start: list[str]) -> dict[str,
 
 
 @contextlib.contextmanager
-def show_progress(run: TrainingRun, *, every: int = 10) -> Iterator[Hook]:
-    """Print a line every `every` steps, and for the first step, the last one and each dev loss."""
+def show_progress(run: TrainingRun) -> Iterator[Hook]:
+    """Print a line every `log.every` steps, and for the first and the last one and each dev loss."""
     echo(describe_training(run))
     first = run.attached.steps + 1
     after_first = 0.0
@@ -232,7 +232,7 @@ def show_progress(run: TrainingRun, *, every: int = 10) -> Iterator[Hook]:
         if now == first:
             # The estimate leaves out the first step, which takes much longer than the others.
             after_first = time.perf_counter()
-        elif report.dev_loss is None and now % every and now != report.steps:
+        elif report.dev_loss is None and now % run.config.log.every and now != report.steps:
             return
         seconds_per_step = (time.perf_counter() - after_first) / max(1, now - first)
         left = ""
