@@ -237,9 +237,8 @@ def project_files(bundle: Bundle, *, name: str, own: bool) -> dict[str, bytes]:
     files = {}
     folder = bundle.project
     # A clone gives no more than the package carries: one hidden file, and no caches.
-    for place in (*folder.glob("*"), *folder.glob("tests/*")):
-        is_hidden = place.name.startswith(".") and place.name != ".gitignore"
-        if is_hidden or not place.is_file():
+    for place in (folder / ".gitignore", *folder.glob("[!.]*"), *folder.glob("tests/[!.]*")):
+        if not place.is_file():
             continue
         path = place.relative_to(folder).as_posix()
         if place.suffix == TEMPLATE_SUFFIX:
