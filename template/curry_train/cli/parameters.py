@@ -35,17 +35,17 @@ class Together:
         }
         # In the order of the page.
         self.parameters: list[click.Parameter] = []
-        self.groups: dict[str, Together] = {}
         for name, (one, kind) in self.declared.items():
             if isinstance(one, Together):
-                self.groups[name] = one
                 self.parameters += one.parameters
             elif callable(one):
                 self.parameters.append(one(name, kind))
 
     def value(self, **given: Any) -> Any:
         """Call the function with the values of its options."""
-        given |= {name: one.value(**given) for name, one in self.groups.items()}
+        for name, (one, _) in self.declared.items():
+            if isinstance(one, Together):
+                given[name] = one.value(**given)
         return self.function(**{name: given[name] for name in self.declared if name in given})
 
 
