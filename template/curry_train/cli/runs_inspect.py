@@ -198,7 +198,7 @@ def _read_each(files: Mapping[str, Path], found: Inspection) -> None:
             continue
         content = read_tensor_file(files[name])
         missing = keys[name] - {tensor.name for tensor in content.tensors}
-        found.add(content, prefix="" if is_model else f"{name}: ")
+        found.add(content, "" if is_model else f"{name}: ")
         if missing:
             add_problem(f"{name:.80} lacks {min(missing)!r:.80}")
     found.problems += _damaged_json(files)
@@ -238,7 +238,7 @@ def _read_distributed(files: Mapping[str, Path], found: Inspection) -> None:
         if "chunks" not in entries[name]:
             content.unknown = []
         content.tensors, content.values = [], {}
-        found.add(content, prefix=f"{name:.80}: ")
+        found.add(content, f"{name:.80}: ")
 
     found.complete = True
     for name, entry in entries.items():

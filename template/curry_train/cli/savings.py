@@ -96,8 +96,8 @@ def _cells(row: SavingsRow) -> list[str]:
     return [
         row.name,
         str(len(row.modules)),
-        "" if row.held_bytes is None else format_mebibytes(row.held_bytes),
-        "" if row.peak_bytes is None else format_mebibytes(row.peak_bytes),
+        format_mebibytes(row.held_bytes or 0),
+        format_mebibytes(row.peak_bytes or 0),
         format_percent(row.peak_ratio),
         format_percent(row.recompute_ratio),
         time,

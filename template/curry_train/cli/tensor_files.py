@@ -102,7 +102,7 @@ class Inspection:
         found = asdict(self) | {"names": sorted(self.names)}
         return found | {"whole": self.whole, "nan": self.num_nan, "inf": self.num_inf}
 
-    def add(self, other: "Inspection", *, prefix: str = "") -> None:
+    def add(self, other: "Inspection", prefix: str) -> None:
         """Add the findings about a part, its keys behind `prefix`."""
         for tensor in other.tensors:
             tensor.name = prefix + tensor.name
