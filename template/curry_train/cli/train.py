@@ -221,7 +221,7 @@ def _results(run: TrainingRun, report: RunReport, start: list[str]) -> dict[str,
 
 @contextlib.contextmanager
 def show_progress(run: TrainingRun) -> Iterator[Hook]:
-    """Print a line every `log.every` steps, and for the first and the last one and each dev loss."""
+    """Print a line every `log.every` steps, for the first and last one, and for each dev loss."""
     echo(describe_training(run))
     first = run.attached.steps + 1
     after_first = 0.0
