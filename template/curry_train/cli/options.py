@@ -225,14 +225,18 @@ class CaseOptions:
         return Case(workload, self.device, self.dtype, size, self.seed, self.blocks)
 
 
-def settle_blocks(case: Case) -> tuple[Case, BlockChoice]:
-    """Choose the blocks of a case by one forward; the choice has no names if there are none."""
+def settle_blocks(
+    case: Case, *, reported: type[Exception] = RuntimeError
+) -> tuple[Case, BlockChoice]:
+    """Choose the blocks of a case by one forward; the choice has no names if there are none.
+
+    The command's own measurement reports an error of the forward that is `reported`.
+    """
     try:
         return case.with_running_blocks()
     except NoBlocks as error:
         why = error.in_short
-    except RuntimeError as error:
-        # The command's own measurement reports it.
+    except reported as error:
         why = f"no forward could be recorded: {error_in_a_line(error)}"
     return case, BlockChoice((), None, None, (why,))
 

@@ -3,6 +3,7 @@
 Proof: `python -m pytest tests/cli/test_cli.py tests/cli/test_interrupt.py`.
 """
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -18,7 +19,7 @@ from click import echo
 
 from ..core.blocks import find_blocks
 from ..core.measure import heap_kept
-from ..core.wording import error_in_a_line, format_duration, format_seconds
+from ..core.wording import format_duration, format_seconds
 from ..gates.first_look import FailureCause, explain_failure, look
 from ..gates.implementation import CONTRACTS, Implementation, load_implementation
 from ..gates.loop_events import grouped
@@ -312,11 +313,11 @@ def _look(case: Case) -> FirstLook:
     """
     if case.blocks is not None:
         find_blocks(case.build(), case.blocks)
-    choice = None
     findings: tuple[FailureCause, ...] = ()
     seconds = 0.0
-    try:
-        case, choice = settle_blocks(case)
+    # The user's model may raise anything, which each gate reports.
+    case, choice = settle_blocks(case, reported=Exception)
+    with contextlib.suppress(Exception):
         module, batch = case.build(), case.batch()
         # The quickest of three, as other work may have the cores for one. The number of a loss is
         # there when the device is done.
@@ -324,10 +325,6 @@ def _look(case: Case) -> FirstLook:
             timeit.repeat(lambda: case.workload.mean_loss(module, batch).item(), number=1, repeat=3)
         )
         findings = look(case)
-    # The user's model may raise anything, which each gate reports.
-    except Exception as error:  # noqa: BLE001
-        note = f"no forward could be recorded: {error_in_a_line(error)}"
-        choice = choice or BlockChoice((), None, None, (note,))
     if not choice.names and case.workload.spec.startswith(f"{SHRINK_PREFIX}1:"):
         choice = replace(choice, notes=(ONE_BLOCK,))
     return FirstLook(case, choice, findings, seconds)
