@@ -88,7 +88,6 @@ def _watch(
         **options,
     ):
         run()
-    end({"ended": True})
 
 
 Pair = tuple[Record, Record]

@@ -121,7 +121,6 @@ def _replay(box: str, until: int, record: str | None, run: Callable[[], None], e
     root = Path(tempfile.mkdtemp(prefix="curry-train-replay-"))
     with Replay(box, until=until, root=root, record=record, end=end).running():
         run()
-    end({"ended": True})
 
 
 def _unlike_run(facts: BoxFacts, found: Facts) -> str | None:

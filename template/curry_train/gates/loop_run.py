@@ -102,7 +102,7 @@ End = Callable[[Found], NoReturn]
 
 
 # Work in another process, to which it is pickled. It runs the user's program by calling its first
-# argument, and calls the second when enough is known.
+# argument, and calls the second when enough is known. If it does not, {"ended": True} is found.
 Job = Callable[[Callable[[], None], End], None]
 
 
@@ -231,7 +231,7 @@ def run_job(result: str) -> NoReturn:
         register_optimizer_step_post_hook(lambda *_: Path(result).with_suffix(".progress").touch())
         with files.noticed(), _replace_saving(saves=saves):
             job(lambda: run(*words), end)
-        raise RuntimeError("it was watched to its end without a result")
+        end({"ended": True})
     except BaseException as error:  # noqa: BLE001 - the user's script may raise anything
         is_memory = isinstance(error, MemoryError) or is_out_of_memory(error)
         failure = f"{error_in_a_line(error)}: {SMALLER if is_memory else where_to_look(error)}"
