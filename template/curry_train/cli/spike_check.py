@@ -26,7 +26,6 @@ from ..core.digest import digest
 from ..core.wording import provenance
 from ..data import Dataset
 from ..runs.history import History, read_history
-from ..runs.policy_config import SpikeConfig
 from ..runs.ranks import RunError
 from ..runs.store import SavedRun
 from ..trainer import Hook, TrainingRun, train_run
@@ -92,7 +91,8 @@ def spike_check(
     """
     # A replay could not plant the samples of a box.
     given = ["spike.action=rollback", "box.keep=0", *words, f"steps={steps}", f"runs={folder}"]
-    spike = check_settings(load_config(config, given), at=at, num_windows=num_windows)
+    asked = load_config(config, given)
+    check_settings(asked, at=at, num_windows=num_windows)
 
     def train_as(name: str, *more_words: str) -> History:
         settings = load_config(config, [*given, *more_words, f"name={name}"])
@@ -113,11 +113,11 @@ def spike_check(
             runs["through"] = train_as("through", "spike.action=none")
 
     difference = _difference(folder, runs["recovered"], runs["without"]) if rollbacks else None
-    return {
+    return provenance(choose_device(asked.device)) | {
         "steps": steps,
         # First and last bad step.
         "planted": [at, at + num_windows - 1],
-        "patience": spike.patience,
+        "patience": asked.spike.patience,
         "rollbacks": len(rollbacks),
         # Steps from the first bad one to the one in which the spike was found, both counted.
         "found_after": spikes[0].step - at + 1 if spikes else None,
@@ -132,8 +132,8 @@ def spike_check(
     }
 
 
-def check_settings(config: Config, *, at: int, num_windows: int) -> SpikeConfig:
-    """Return the watchdog's settings; raise ValueError if it could not judge these windows."""
+def check_settings(config: Config, *, at: int, num_windows: int) -> None:
+    """Raise ValueError if the watchdog could not judge these windows."""
     spike = config.spike
     last = at + num_windows - 1
     if last > config.steps:
@@ -147,7 +147,6 @@ def check_settings(config: Config, *, at: int, num_windows: int) -> SpikeConfig:
             f"the bad samples begin in step {at}, and the watchdog judges from step {judged + 1} "
             "on: give --at and --steps above that, or a smaller spike.window"
         )
-    return spike
 
 
 def _train(config: Config, at: int, num_windows: int, show: Callable[[str], None]) -> None:
@@ -230,8 +229,7 @@ def spike_check_command(
             Path(keep_path or folder), given, steps=steps, at=at, num_windows=windows, config=config
         )
     echo_lines(*describe(found), indent="")
-    device = choose_device(load_config(config, given).device)
-    return provenance(device) | found, not found["held"]
+    return found, not found["held"]
 
 
 def describe(found: Mapping[str, Any]) -> Iterator[str]:
