@@ -33,7 +33,6 @@ from ..workloads.workload import Case, Workload, WorkloadError
 from .parameters import argument, number_option, option, output_option, together
 from .screen import UnusableInput, echo_lines, fill_screen
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_BATCH_SIZE = 4
 
 
@@ -157,7 +156,7 @@ def plot_option(text: str) -> Any:
 
 
 DEVICES = click.Choice(["auto", "cuda", "cpu"])
-DTYPE_NAMES = click.Choice([*DTYPES])
+DTYPE_NAMES = click.Choice(["float32", "bfloat16"])
 
 
 def device_option(**settings: Any) -> Any:
@@ -167,7 +166,9 @@ def device_option(**settings: Any) -> Any:
 
 
 DTYPE_OPTION = option(
-    "Type of weights and batch; by default the model's own.", type=DTYPE_NAMES, parse=DTYPES.get
+    "Type of weights and batch; by default the model's own.",
+    type=DTYPE_NAMES,
+    parse=lambda name: getattr(torch, name),
 )
 BATCH_SIZE_OPTION = number_option("Samples per step.")
 SEED_OPTION = option(

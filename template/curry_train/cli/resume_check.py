@@ -63,11 +63,11 @@ def check_resume(
 
     def run(mode: str, last: int, program: list[str]) -> Steps:
         show(f"without its {mode}" if mode in PARTS else mode)
-        undo = str(folder) if mode == "killed" else None
+        undo = folder if mode == "killed" else None
         # The files that the killed process has left stay as well.
-        ignored = [str(folder), *map(str, read_changes(folder))]
+        ignored = [folder, *read_changes(folder)]
         more = {} if mode in ("straight", "killed") else variables
-        job = functools.partial(_watch, mode, last, str(folder), program, more)
+        job = functools.partial(_watch, mode, last, folder, program, more)
         steps: Steps = run_ranks(job, program, saves=True, undo=undo, ignored=ignored)[0]["steps"]
         forget(steps, unseeded)
         return steps
@@ -226,7 +226,7 @@ def _difference(part: str, was: Any, now: Any) -> str:
 def _watch(
     mode: str,
     last: int,
-    folder: str,
+    folder: Path,
     program: list[str],
     variables: Mapping[str, str],
     run: Callable[[], None],
@@ -239,7 +239,7 @@ def _watch(
 
     os.environ |= variables
     kind, *words = program
-    watched = StateWatch(last, finish, str(Path(folder, "fresh.pt")), mode)
+    watched = StateWatch(last, finish, folder / "fresh.pt", mode)
     with watched.watching():
         if kind == "train":
             with contextlib.suppress(SystemExit):
@@ -251,9 +251,9 @@ def _watch(
     finish()
 
 
-def _newest_checkpoint(folder: str) -> Path | None:
+def _newest_checkpoint(folder: Path) -> Path | None:
     """Return the newest checkpoint that the killed process has left."""
-    places = read_changes(Path(folder))
+    places = read_changes(folder)
     found = [one for place in places for one in [place, *place.rglob("*")] if one.suffix == ".ckpt"]
     return max(found, key=lambda one: one.stat().st_mtime, default=None)
 

@@ -1,6 +1,6 @@
 """Record the state of a training at each step, and give a part of it back its state at the start.
 
-    watched = StateWatch(12, when_enough, "fresh.pt", "straight")
+    watched = StateWatch(12, when_enough, Path("fresh.pt"), "straight")
     with watched.watching():
         run_the_script()
 
@@ -16,6 +16,7 @@ import functools
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +47,7 @@ class StateWatch:
     last: int
     when_enough: Callable[[], None]
     # The file of the states at first.
-    path: str
+    path: Path
     # "straight", "killed", "resumed", or the part that is withheld.
     mode: str
 

@@ -369,7 +369,6 @@ def render_template(place: Path, **values: Any) -> str:
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(place.parent),
         autoescape=".html" in place.name,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -377,7 +376,7 @@ def render_template(place: Path, **values: Any) -> str:
     )
     # A string as an expression of Python, as formatters write it.
     environment.filters["literal"] = functools.partial(json.dumps, ensure_ascii=False)
-    return environment.get_template(place.name).render(**values)
+    return environment.from_string(place.read_text(encoding="utf-8")).render(**values)
 
 
 def fill_screen(text: str, *, indent: str = "  ") -> str:

@@ -112,8 +112,8 @@ def run_ranks(
     *,
     num_ranks: int = 1,
     saves: bool = False,
-    undo: str | None = None,
-    ignored: Sequence[str] = (),
+    undo: Path | None = None,
+    ignored: Sequence[str | Path] = (),
 ) -> list[Found]:
     """Run a program, given by its kind and words, for each rank, and return what the jobs found.
 
@@ -206,7 +206,7 @@ def run_job(result: str) -> NoReturn:
     """Run the job that lies next to the result that it will write, and end this process."""
     given = pickle.loads(Path(result).with_name("job").read_bytes())
     job, (kind, *words), saves, undo, ignored = given
-    files = ChangedFiles(Path(undo or Path(result).parent), *ignored)
+    files = ChangedFiles(undo or Path(result).parent, *ignored)
 
     def end(found: Found) -> NoReturn:
         unfinished = Path(f"{result}.part")
@@ -349,7 +349,7 @@ class ChangedFiles:
     were there before can't be moved or removed, nor large files changed.
     """
 
-    def __init__(self, folder: Path, *ignored: str) -> None:
+    def __init__(self, folder: Path, *ignored: str | Path) -> None:
         self.folder = folder.resolve()
         self.is_noticing = False
         # The cache of compiled code, which other processes use too.
