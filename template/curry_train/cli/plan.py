@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import click
-import torch
 from click import echo
 
 from ..core.wording import format_bytes, parse_bytes, provenance, write_json
@@ -222,7 +221,6 @@ def plan_command(
             plan, plain = _find_plan(
                 planner, budget_bytes, size, microbatch, plot_path=plot_path, page_path=page_path
             )
-        measured = _measure(plan, spec, place, settings) if verify else None
     except Infeasible as error:
         echo("\n".join([*here, str(error)]))
         return {}, 1
@@ -230,7 +228,13 @@ def plan_command(
     echo_notes(own)
     text = "\n".join([*here, _text(plan, plain, explain=explain)])
     echo(text)
-    if measured is not None:
+    measured = None
+    if verify:
+        workload = load_workload(spec)
+        case = Case(workload, place, settings.dtype, plan.microbatch, settings.seed)
+        measured = measure_real_peak(
+            case, plan.apply, optimizer=settings.optimizer, accumulated=plan.steps > 1
+        )
         predicted = plan.peak_bytes if plan.cuda is None else plan.cuda["allocated_bytes"]
         echo(
             f"\nmeasured on {place}: peak {format_bytes(measured)}, "
@@ -314,13 +318,3 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
             fill_screen(f"measured for real, without offload: {settings['why_real']}", indent="")
         )
     return "\n".join([*lines, "", plan.explain(most=None if explain else 1, assumptions=False)])
-
-
-def _measure(plan: Plan, spec: str, place: torch.device, settings: PlannerOptions) -> int:
-    """Measure the peak of a real step of the plan, on one rank."""
-    case = Case(
-        load_workload(spec), place, settings.dtype, batch_size=plan.microbatch, seed=settings.seed
-    )
-    return measure_real_peak(
-        case, plan.apply, optimizer=settings.optimizer, accumulated=plan.steps > 1
-    )

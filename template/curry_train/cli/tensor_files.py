@@ -29,7 +29,7 @@ from ..core.measure import dense_parts
 from ..core.unpickle import DAMAGE as PICKLE_DAMAGE
 from ..core.unpickle import PickleReader, StandIn
 from ..runs.files import read
-from ..runs.values import each_once
+from ..runs.values import each_once, floats_of
 
 # Elements that are looked at together; a view in another order than its storage is copied whole.
 MOST_ELEMENTS_AT_ONCE = 2**26
@@ -322,7 +322,7 @@ def _count_nonfinite(tensor: Tensor) -> tuple[int, int]:
     num_nan = 0
     num_inf = 0
     for piece in tensor.reshape(-1).split(MOST_ELEMENTS_AT_ONCE):
-        plain = piece.float() if piece.element_size() == 1 else piece
+        plain = floats_of(piece)
         num_nan += repeats * int(plain.isnan().sum())
         num_inf += repeats * int(plain.isinf().sum())
     return num_nan, num_inf
