@@ -168,12 +168,8 @@ def plan_command(
     place = choose_device("auto")
     here = [] if target else [FOR_THIS_DEVICE[place.type]]
     try:
-        # A trainer is read before the planner makes tensors without values. The batch of a factory
-        # is known when the planner has called it.
+        # A trainer is read before the planner makes tensors without values.
         own = own_workload(spec)
-        size = global_batch
-        if own is not None and size is None:
-            size = (own.own_batch or 1) * own.accumulation
         way = parallel or (fits and "fsdp2")
         shardings = [
             Sharding(way, ranks, mesh, rank, reshard_after_forward, precision)
@@ -185,7 +181,7 @@ def plan_command(
                 fewest = fewest_gpus(
                     spec,
                     find_profile(fits),
-                    global_batch=size or 1,
+                    global_batch=global_batch,
                     sharding=shardings,
                     tell=show_message,
                     **vars(settings),
@@ -219,7 +215,12 @@ def plan_command(
             ) as planner,
         ):
             plan, plain = _find_plan(
-                planner, budget_bytes, size, microbatch, plot_path=plot_path, page_path=page_path
+                planner,
+                budget_bytes,
+                global_batch,
+                microbatch,
+                plot_path=plot_path,
+                page_path=page_path,
             )
     except Infeasible as error:
         echo("\n".join([*here, str(error)]))
@@ -283,8 +284,7 @@ def _find_plan(
     budget_bytes = budget_bytes or planner.profile.memory_bytes
     if budget_bytes is None:
         raise ValueError("a plan needs a --budget, such as 24GiB, or a --target")
-    global_batch = global_batch or planner.sketch.case.workload.own_batch or 1
-
+    global_batch = global_batch or planner.sketch.own_global_batch
     plan = planner.plan(budget_bytes, global_batch=global_batch, microbatch=microbatch)
     planner.tell("what owns the peak")
     plain = planner.whole_steps.step(Candidate(plan.microbatch, plan.steps, False)).timeline

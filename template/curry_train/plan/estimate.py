@@ -199,6 +199,12 @@ class Sketch:
         # None for a model without blocks.
         self.choice: BlockChoice | None = None
 
+    @property
+    def own_global_batch(self) -> int:
+        """Return the samples of an optimizer step as the workload makes them, or 1."""
+        workload = self.case.workload
+        return (workload.own_batch or 1) * workload.accumulation
+
     def __enter__(self) -> "Sketch":
         sharding = self.sharding
         try:

@@ -206,7 +206,7 @@ def fewest_gpus(
     workload: Workload | str,
     device: DeviceProfile,
     *,
-    global_batch: int,
+    global_batch: int | None = None,
     sharding: Sequence[Sharding] = (),
     most: int = MOST_RANKS,
     links: Links | None = None,
@@ -219,8 +219,12 @@ def fewest_gpus(
 
     The first dimension of the mesh grows by powers of two, as far as the global batch can be
     shared. Of several in `sharding` the quickest that fits counts; FSDP2 is tried unless any is
-    given. `context_bytes` and `margin` are those of `Card`, and `options` those of `Sketch`.
+    given. `context_bytes` and `margin` are those of `Card`, and `options` those of `Sketch`. The
+    global batch is the workload's own if none is given.
     """
+    if global_batch is None:
+        with Sketch(workload, **options) as sketch:
+            global_batch = sketch.own_global_batch
     require_whole("global_batch", global_batch, least=1)
     card = Card(device, context_bytes, margin)
     if device.usable_bytes is None:
