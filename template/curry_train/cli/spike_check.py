@@ -69,8 +69,7 @@ class PlantedSpike:
                 spoiled[rows] *= PLANTED_VALUE_FACTOR
             else:
                 ends = int(tensor.min()), int(tensor.max()) + 1
-                drawn = torch.randint(*ends, tensor[rows].shape, generator=generator)
-                spoiled[rows] = drawn.to(tensor.dtype)
+                spoiled[rows] = tensor[rows].random_(*ends, generator=generator)
             return spoiled
 
         return map_tensors(batch, spoil)
