@@ -267,6 +267,7 @@ grad-flow --plot x.xyz                      | x.xyz: a picture is a PNG, name it
 memory --plot x.xyz                         | x.xyz: a picture is a PNG, name it x.png
 plan --plot x.xyz                           | x.xyz: a picture is a PNG, name it x.png
 runs plot nowhere                           | nowhere is no run
+runs plot nowhere --out x.xyz               | x.xyz: a picture is a PNG, name it x.png
 --no-such-option                            | No such option
 validate --modle mlp                        | No such option '--modle'. (Did you mean one of: '--impl', '--model'?)
 validate --model mlp --json absent/x.json   | does not exist: create it first

@@ -142,8 +142,8 @@ def heading(facts: Mapping[str, Any]) -> str:
     )
 
 
-def plot_option(text: str) -> Any:
-    """Declare `--plot`, the path of a PNG."""
+def plot_option(text: str, flags: str = "--plot", **settings: Any) -> Any:
+    """Declare an option for the path of a PNG."""
 
     def check(path: str) -> str:
         if Path(path).suffix != ".png":
@@ -152,7 +152,7 @@ def plot_option(text: str) -> Any:
         require_matplotlib()
         return path
 
-    return output_option(text, "--plot", parse=check)
+    return output_option(text, flags, parse=check, **settings)
 
 
 DEVICES = click.Choice(["auto", "cuda", "cpu"])

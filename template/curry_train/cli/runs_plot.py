@@ -9,7 +9,8 @@ import click
 
 from ..runs.history import read_history
 from .figures import plot_runs
-from .parameters import argument, output_option
+from .options import plot_option
+from .parameters import argument
 from .runs_diff import summary
 from .screen import Ended, screen_command
 
@@ -17,7 +18,7 @@ from .screen import Ended, screen_command
 @screen_command("plot", example="run-001 --out run.png")
 def plot_command(
     names: tuple[str, ...] = argument("RUN...", required=True),
-    out: str = output_option("Write this PNG.", default="runs.png", show_default=True),
+    out: str = plot_option("Write this PNG.", "--out", default="runs.png", show_default=True),
 ) -> Ended:
     """Draw runs from their journals.
 
