@@ -102,6 +102,7 @@ add memory-plan --own         | takes neither --own nor --overwrite
 add sac --into my-package     | no package of yours can be called 'my-package'
 add sac --into torch/sac      | no package of yours can be called 'torch'
 add sac --into json           | no package of yours can be called 'json'
+add sac --into m/sac          | m.py would be hidden by the folder m
 add sac --into file           | file is a file, and a folder must go there
 add sac --into root           | root is a project's root, not a package in it
 add sac --into hole           | hole/sac.py is a folder, and a file must go there
@@ -118,7 +119,7 @@ diff hostile                  | hostile/../secret leads out of
 def test_a_mistake_gets_one_line_and_status_2(bundle, tmp_path, row):
     line, _, message = row.partition("|")
     place = tmp_path / "place"
-    for path in ("full/notes.txt", "file", "root/pyproject.toml", "hole/sac.py/notes.txt"):
+    for path in ("full/notes.txt", "file", "m.py", "root/pyproject.toml", "hole/sac.py/notes.txt"):
         write(place / path, "")
     write(place / "damaged/curry-train.lock", '{"format": 2')
     write(

@@ -216,6 +216,13 @@ def find_target(directory: Path, version: str) -> CopyTarget:
             raise UnusableInput(
                 f"no package of yours can be called {name!r}; --into needs a name like my_training"
             )
+    for folder in (directory, *directory.parents):
+        module = Path(f"{folder}.py")
+        if module.is_file() and not folder.exists():
+            raise UnusableInput(
+                f"{module} would be hidden by the folder {folder.name}, of the same name: use "
+                "--into with another one"
+            )
     if known.directory not in (None, inside_root):
         raise UnusableInput(
             f"{root / LOCK_NAME} has the techniques of this project in {known.directory}; "
