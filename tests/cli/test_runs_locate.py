@@ -245,7 +245,7 @@ def test_settings_that_only_act_together_are_found_together(folder, monkeypatch)
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        ("false {out}", "the command ended with status 1"),
+        ('sh -c "touch {out}; exit 1"', "the command ended with status 1"),
         ("no-such-program {out}", "the command can't be run"),
         ("echo {nothing}", "a field that no record has"),
         ("echo {}", "a field that no record has"),

@@ -54,7 +54,7 @@ def test_a_state_that_can_not_be_saved_ends_with_its_message_and_status_1(monkey
 
     def full(path):
         if path.suffix == ".distcp":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
         return create(path)
 
     monkeypatch.setattr("curry_train.runs.format.create", full)
