@@ -33,8 +33,8 @@ def test_a_loss_that_is_not_a_number_is_no_state():
 def test_only_a_failure_is_explained():
     finding = FailureCause("the cause", ("sac/*",))
     failed = Verdict("sac/products", False, "1", "2", "mend it")
-    assert explain_failure(failed, [finding]).passed is None
-    assert explain_failure(failed, [finding]).hint == "the cause"
+    explained = explain_failure(failed, [finding])
+    assert (explained.passed, explained.hint) == (None, "the cause")
     held = Verdict("sac/products", True, "2", "2")
     assert explain_failure(held, [finding]) is held
     other = Verdict("recompute/off", False, "1", "2", "mend it")

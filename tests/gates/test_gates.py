@@ -45,8 +45,12 @@ def test_gates_hold_on_built_in_models(name, technique):
 
 
 # They take as long as all the others together.
-SLOW_GATES = ("recompute/budget", "memory-plan/estimate", "memory-plan/fits")
-SLOW_GATES += ("memory-plan/parity-plan",)
+SLOW_GATES = (
+    "recompute/budget",
+    "memory-plan/estimate",
+    "memory-plan/fits",
+    "memory-plan/parity-plan",
+)
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
@@ -72,11 +76,6 @@ def test_the_gate_of_routing_holds_on_a_routed_model():
 
 
 def test_gates_leave_no_tensor_behind():
-    def count_tensors():
-        drop_shared_results()
-        gc.collect()
-        return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
-
     counts = []
     for _ in range(2):
         for name in (
@@ -86,7 +85,9 @@ def test_gates_leave_no_tensor_behind():
             "recompute/parity-full",
         ):
             gates()[name].run(case_of("small"))
-        counts.append(count_tensors())
+        drop_shared_results()
+        gc.collect()
+        counts.append(sum(isinstance(one, torch.Tensor) for one in gc.get_objects()))
     assert counts[1] <= counts[0]
 
 

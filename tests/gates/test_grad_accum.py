@@ -72,8 +72,7 @@ def coupled(weight):
 
     def loss(module, batch):
         out = module(batch)
-        balance = out.softmax(1).mean(0).square().sum()
-        return out.square().sum() + weight * len(batch) * balance
+        return out.square().sum() + weight * len(batch) * out.softmax(1).mean(0).square().sum()
 
     return with_loss(loss)
 

@@ -361,8 +361,9 @@ HEALTHY_RANKS = ("right", "averaged", "passes", "parts", "local", "short", "join
 def test_ranks_are_compared(folder, kind, line, expected):
     Path("ranks.py").write_text(RANKS)
     found = failed("script", "ranks.py", kind, num_ranks=2)
-    lines = RANKS.splitlines()
-    (number,) = [at for at, text in enumerate(lines, 1) if text.endswith(f"  # {line}")] or [0]
+    (number,) = [
+        at for at, text in enumerate(RANKS.splitlines(), 1) if text.endswith(f"  # {line}")
+    ] or [0]
     assert found == ({"loop/ranks": f"ranks.py:{number}: {expected}"} if expected else {})
 
 

@@ -11,7 +11,7 @@ from curry_train.primitives import chunked_cross_entropy, chunked_loss
 from curry_train.workloads import Case, load_workload
 
 from ..plan_models import ROUTED
-from ..saboteurs.saboteurs import case_of, gates, require
+from ..saboteurs.saboteurs import gates, require
 
 
 def leave_out_a_token(rows, weight, targets, **options):
@@ -19,12 +19,12 @@ def leave_out_a_token(rows, weight, targets, **options):
 
 
 def test_float32_may_round_the_gradients_of_sure_predictions_and_no_more(monkeypatch):
+    run = gates()["memory-plan/chunked-loss"].run
     for seed in range(4):
         case = Case(load_workload("tests.gates.constructs:tied_words"), seed=seed)
-        require(gates()["memory-plan/chunked-loss"].run(case), True)
+        require(run(case), True)
     monkeypatch.setattr(chunked_loss, "chunked_cross_entropy", leave_out_a_token)
-    case = case_of("tests.gates.constructs:tied_words")
-    require(gates()["memory-plan/chunked-loss"].run(case), False)
+    require(run(case), False)
 
 
 def test_an_optimizer_that_needs_a_closure_has_no_estimate():
