@@ -717,8 +717,7 @@ def attack_left_in_the_gradients():
         optimizer.zero_grad()
         inputs.requires_grad_()
         F.cross_entropy(model(inputs), labels).backward()  # here
-        attacked = (inputs + 0.1 * inputs.grad.sign()).detach()
-        F.cross_entropy(model(attacked), labels).backward()
+        F.cross_entropy(model((inputs + 0.1 * inputs.grad.sign()).detach()), labels).backward()
         optimizer.step()
 
 
@@ -1047,9 +1046,14 @@ def focal_weight_of_a_mean():
     fit(loss=loss)
 
 
-def columns_viewed_as_rows():
-    model = classifier()
-    fit(lambda one: model(one.view(8, 4, 2).view(8, 2, 4).flatten(1)), adamw(model))  # here
+def heads_viewed_as_columns():
+    model = nn.Linear(8, 8)
+
+    def attend(given):
+        heads = model(given).view(2, 2, 4, 4)
+        return (heads @ heads).reshape(2, 4, 8).view(8, 8)  # here
+
+    fit(attend, adamw(model))
 
 
 def noise_times_a_variance():
@@ -1120,8 +1124,7 @@ def coded(*, draw=lambda own: own.rsample(), weight=1.0):
         divergence = kl_divergence(own, Normal(0.0, 1.0)).sum(1).mean()
         return F.mse_loss(decoder(drawn), inputs) + weight * divergence  # coded
 
-    pairs = [(one, one) for one, _ in loader()]
-    fit(encoder, adamw(encoder, decoder), pairs, loss=loss)
+    fit(encoder, adamw(encoder, decoder), [(one, one) for one, _ in loader()], loss=loss)
 
 
 def drawn_without_a_gradient():
@@ -1171,8 +1174,7 @@ def first_batch_for_a_critic():
 
 def halves_of_a_batch_that_are_the_same():
     model, optimizer = started()
-    data = [(one, one.clone()) for one in torch.randn(64, 8)]
-    for views in DataLoader(data, 8, shuffle=True):
+    for views in DataLoader([(one, one.clone()) for one in torch.randn(64, 8)], 8, shuffle=True):
         codes = F.normalize(model(torch.cat(views)))  # here
         step(optimizer, F.cross_entropy(codes @ codes.T * 5, torch.arange(16).roll(8)))
 
@@ -1906,7 +1908,7 @@ FAULTY = {
         scale_updated_per_optimizer, scaler_made_anew,
     ],
     "logits": [
-        probabilities_as_logits_of_actions, columns_viewed_as_rows, columns_inside_of_a_model,
+        probabilities_as_logits_of_actions, heads_viewed_as_columns, columns_inside_of_a_model,
         noise_times_a_variance,
         logarithm_of_probabilities, relu_behind_the_last_layer, each_with_each, each_with_a_table,
         advantage_of_each_at_each, advantage_of_targets_at_each, softmax_over_the_batch,

@@ -89,8 +89,7 @@ def last_window_short():
     data = loader(40)
     for _ in range(6):
         for number, batch in enumerate(data):
-            size = 2 if number < 4 else 1
-            (loss_of(model, batch) / size).backward()
+            (loss_of(model, batch) / (2 if number < 4 else 1)).backward()
             if number % 2 or number + 1 == len(data):
                 optimizer.step()
                 optimizer.zero_grad()
@@ -462,9 +461,8 @@ def two_segments():
 
 
 def value_learning_with_replay():
-    model = classifier()
+    model, optimizer = started()
     target = copy.deepcopy(model).requires_grad_(False)
-    optimizer = adamw(model)
     memory = []
     state = torch.randn(8)
     for number in range(60):
@@ -865,8 +863,7 @@ def losses_scaled_first():
     optimizer = adamw(*models)
     scaler = scaler_on_cpu()
     for batch in loader():
-        losses = [scaler.scale(loss_of(model, batch)) for model in models]
-        for one in losses:
+        for one in [scaler.scale(loss_of(model, batch)) for model in models]:
             one.backward()
         scaler.step(optimizer)
         scaler.update()
@@ -927,8 +924,7 @@ def attacked_in_either_mode():
         loss = F.cross_entropy(model.train(bool(labels[0]))(inputs + noise), labels)
         (slope,) = torch.autograd.grad(loss, noise)
         F.cross_entropy(model.eval()(inputs + noise), labels).backward()
-        attacked = inputs + slope + noise.grad.sign()
-        step(optimizer, F.cross_entropy(model.train()(attacked), labels))
+        step(optimizer, loss_of(model.train(), (inputs + slope + noise.grad.sign(), labels)))
 
 
 def batches_fetched_ahead_with_a_mask_of_ones():
@@ -1239,8 +1235,7 @@ def mean_over_time():
 
 
 def sum_over_weighted_classes(reduction="sum", divisor=16):
-    weight = torch.tensor([1.0, 1.2, 1.4, 1.0, 1.1])
-    options = {"weight": weight, "reduction": reduction}
+    options = {"weight": torch.tensor([1.0, 1.2, 1.4, 1.0, 1.1]), "reduction": reduction}
     accumulate(loss=lambda *one: F.cross_entropy(*one, **options) / divisor)
 
 
@@ -1319,8 +1314,7 @@ def target_as_wide_as_its_source():
     for _ in range(8):
         source, target = padded_tokens(), padded_tokens().flip(0)
         logits = model(source, attention_mask=source != 0, decoder_input_ids=F.pad(target, (1, -1)))
-        labels = target.masked_fill(target == 0, -100)
-        step(optimizer, of_tokens(logits, labels))
+        step(optimizer, of_tokens(logits, target.masked_fill(target == 0, -100)))
 
 
 def a_text_whose_rows_continue_each_other():
@@ -1440,8 +1434,9 @@ def batches_mixed_in_one_order():
 
 def parts_of_the_data():
     kept, apart = random_split(loader().dataset, [0.75, 0.25])
-    loaders = DataLoader(kept, 8, shuffle=True), DataLoader(apart, 8)
-    fit_and_evaluate(classifier(), loaders=loaders)
+    fit_and_evaluate(
+        classifier(), loaders=(DataLoader(kept, 8, shuffle=True), DataLoader(apart, 8))
+    )
 
 
 def few_labels_next_to_all_samples():
@@ -1467,8 +1462,8 @@ def wasserstein():
     of_generator = RMSprop(generator.parameters(), 1e-3)
     of_critic = RMSprop(critic.parameters(), 1e-3)
     for number, (real, _) in enumerate(loader()):
-        fake = generator(torch.randn(8, 4)).detach()
-        step(of_critic, critic(fake).mean() - critic(real).mean())
+        fake = critic(generator(torch.randn(8, 4)).detach()).mean()
+        step(of_critic, fake - critic(real).mean())
         for one in critic.parameters():
             one.data.clamp_(-0.1, 0.1)
         if number % 3 == 2:
@@ -1520,8 +1515,7 @@ def vector_quantized():
     for inputs, _ in loader():
         hidden = encoder(inputs)
         chosen = codes(torch.cdist(hidden, codes.weight).argmin(1))
-        straight = hidden + (chosen - hidden).detach()
-        loss = F.mse_loss(decoder(straight), inputs)
+        loss = F.mse_loss(decoder(hidden + (chosen - hidden).detach()), inputs)
         loss = loss + F.mse_loss(chosen, hidden.detach())
         loss = loss + 0.25 * F.mse_loss(hidden, chosen.detach())
         step(optimizer, loss)
@@ -1571,8 +1565,8 @@ def frozen_backbone():
 
 
 def perceptual():
-    model, network = nn.Linear(8, 8), classifier()
-    optimizer = adamw(model)
+    model, optimizer = started(nn.Linear(8, 8))
+    network = classifier()
     for inputs, _ in loader():
         step(optimizer, F.mse_loss(network(model(inputs)), network(inputs).detach()))
 
@@ -1684,7 +1678,12 @@ def targets_given_before_the_input():
 
 def heads_joined_with_samples():
     model = classifier()
-    fit(lambda one: model(one.view(4, 2, 8).view(4, 2 * 4, 2).flatten().view(8, 8)), adamw(model))
+    fit(
+        lambda one: model(
+            one.view(4, 2, 8).view(4, 2 * 4, 2).view(4, 4, 2, 2).view(16, 4).view(8, 8)
+        ),
+        adamw(model),
+    )
 
 
 def tokens_of_other_ranks():

@@ -155,8 +155,7 @@ def fit_padded(draw):
     model, optimizer = started(Language())
     for _ in range(4):
         tokens, mask, labels = draw()
-        logits = model(tokens, attention_mask=mask)
-        step(optimizer, of_tokens(logits[:, :-1], labels[:, 1:]))
+        step(optimizer, of_tokens(model(tokens, attention_mask=mask)[:, :-1], labels[:, 1:]))
 
 
 def translate(model):
@@ -579,9 +578,8 @@ def adversarial(*, is_zeroed_late=False):
 
 
 def averaged():
-    model = classifier(dropout=0.1)
+    model, optimizer = started(classifier(dropout=0.1))
     average = copy.deepcopy(model).requires_grad_(False)
-    optimizer = adamw(model)
     for number, (inputs, labels) in enumerate(loader()):
         model.train()
         step(optimizer, F.cross_entropy(model(inputs), labels))
@@ -602,7 +600,7 @@ def penalized():
         inputs.requires_grad_()
         output = model(inputs)
         (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
-        step(optimizer, (output.mean() + slope.square().sum(1).mean()))
+        step(optimizer, output.mean() + slope.square().sum(1).mean())
 
 
 def masked_tokens():

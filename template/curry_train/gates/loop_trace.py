@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
-from operator import attrgetter
+from operator import attrgetter, mul
 from typing import Any
 from unittest import mock
 
@@ -348,9 +348,11 @@ class Observer(Trace):
                 half = one[: len(one) // 2]
                 counts = (fetch.digests.count(digest(half)) for fetch in self.last_fetches.values())
                 if torch.equal(half, one[len(half) :]) and max(counts, default=0) > 1:
-                    hint = "draw a random view for each"
                     self.fault(
-                        "data", "two views of a batch are the same", hint, value=digest(half)
+                        "data",
+                        "two views of a batch are the same",
+                        "draw a random view for each",
+                        value=digest(half),
                     )
 
     def _note_forward(self, call: TorchCall, *, has_gradients: bool) -> Forward:
@@ -412,8 +414,9 @@ class Observer(Trace):
 
     def _on_log_softmax(self, call: TorchCall) -> None:
         if made_by(call.owner) == "Softmax":
-            hint = "give it the values before softmax"
-            self.fault("logits", "log_softmax gets probabilities", hint)
+            self.fault(
+                "logits", "log_softmax gets probabilities", "give it the values before softmax"
+            )
 
     def _on_loss_of_signs(self, call: TorchCall) -> None:
         target = call.argument("target")
@@ -452,8 +455,12 @@ class Observer(Trace):
                 for doubt in of_check:
                     self.fault(check, *doubt, event)
             if forward and target in self.noise:
-                hint = "give the loss the noise that was added to the input"
-                self.fault("targets", "the targets are noise that no model was given", hint, event)
+                self.fault(
+                    "targets",
+                    "the targets are noise that no model was given",
+                    "give the loss the noise that was added to the input",
+                    event,
+                )
             if term.name != "ctc_loss":  # whose target is the number of labels of each sample
                 note_batches(self, target, event)
             self._mark_when_reached(value, event, "is_used")
@@ -561,10 +568,16 @@ class Observer(Trace):
         is_moved = one.dim() == value.dim() > 2 and sorted(before) == sorted(after)
         # Heads that join the samples, as in view(T, B * heads, -1), may have as many values.
         is_moved &= "*" not in users_text()
-        # Rows of the view are as wide as the second dimension was, as the classes of an image.
+        # Channels that become the last dimension, such as the classes of an image. Dimensions that
+        # are merged in their order leave those before them.
         is_moved |= (
-            one.dim() > 2 == value.dim() and 1 < one.shape[1] == value.shape[1] != one.shape[-1]
+            len(before) > len(after)
+            and after[-1:] == before[1:2]
+            and math.prod(after[:-1]) not in itertools.accumulate(before, mul)
         )
+        # Heads of attention that are merged. A norm of groups may have as many as an image rows.
+        is_heads = len(before) == 4 and before[::2] == after[:2] != before[:2]
+        is_moved |= is_heads and made_by(one).startswith(("Bmm", "ScaledDot"))
         if is_moved and before != after:
             self.fault(
                 "logits",
@@ -678,9 +691,12 @@ class Observer(Trace):
             self.masks.setdefault(kind, users_line("checkpoint"))
             self.mask_states.add(state)
         elif kind in self.masks and state not in self.mask_states:
-            hint = "leave out preserve_rng_state=False of the checkpoint"
-            measured = "dropout is recomputed with other random numbers"
-            self.fault("mode", measured, hint, self.masks[kind])
+            self.fault(
+                "mode",
+                "dropout is recomputed with other random numbers",
+                "leave out preserve_rng_state=False of the checkpoint",
+                self.masks[kind],
+            )
 
     def _on_attention(self, call: TorchCall) -> None:
         mask = call.options.get("attn_mask", *call.args[3:4])
@@ -835,8 +851,11 @@ class Observer(Trace):
 
     def _on_optimizer_attribute(self, call: TorchCall) -> None:
         one, name, value = call.args
-        is_known = type(one).__module__.startswith("torch.")
-        if name == "lr" and is_known and value not in rates_of(one):
+        if (
+            name == "lr"
+            and type(one).__module__.startswith("torch.")
+            and value not in rates_of(one)
+        ):
             self.fault(
                 "schedule",
                 "a rate that the optimizer does not read",
@@ -861,8 +880,12 @@ class Observer(Trace):
         elif not self.schedule_depth:
             is_per_process = caller.f_globals.get("__name__") == "accelerate.scheduler"
             number = world_size() if is_per_process else 1
-            rates = rates_of(scheduler.optimizer)
-            self.note(Schedule, scheduler=scheduler, rates=rates, num_expected=number)
+            self.note(
+                Schedule,
+                scheduler=scheduler,
+                rates=rates_of(scheduler.optimizer),
+                num_expected=number,
+            )
 
     def _on_step_begin(self, optimizer: Optimizer, *_: Any) -> None:
         if not self.step_depth:
