@@ -50,7 +50,12 @@ def _probe_tokens(trace: Trace, forward: Forward) -> Faults:
     plain = both[0]
     shape = plain.shape
     dims = [dim for dim in (time, 2) if len(shape) == 3 and shape[dim] == last + 1]
-    if len(dims) == 1 and _differ(*(one.narrow(dims[0], 0, last) for one in both)):
+    # The outputs of as many samples as tokens may have time first.
+    if (
+        len(dims) == 1
+        and _differ(*(one.narrow(dims[0], 0, last) for one in both))
+        and _differ(*(one[:last] for one in both))
+    ):
         trace.sees_all.append(module)
         for one in trace.next_tokens:
             if one.model is module:
@@ -125,8 +130,7 @@ def _probe_samples(trace: Trace, forward: Forward) -> Faults:
     if not (given is forward.tokens or given.dim() > 2) or given.shape[1] in (1, len(given)):
         return
     # A recurrent layer sees no later steps.
-    changed = torch.cat([given[-1:], given[1:]])
-    outputs, others = _run_both(trace, given, changed)
+    outputs, others = _run_both(trace, given, torch.cat([given[-1:], given[1:]]))
     # A table of samples has each one with each on purpose.
     if outputs.shape[:1] != given.shape[:1] or outputs.shape == (len(given), len(given)):
         return
@@ -143,13 +147,14 @@ def _probe_samples(trace: Trace, forward: Forward) -> Faults:
         is_loaded = any({*one.digests} & {*forward.digests} for one in trace.last_fetches.values())
         is_loaded |= given is forward.tokens and is_known
         is_loaded &= all(getattr(one, "track_running_stats", True) for one in modules)
-        hint = (
-            "give recurrent layers and attention batch_first=True, or a tensor with time first; "
-            "look for a softmax, a sum, a view or a product over the samples in the model"
-        )
         if is_sequence or is_loaded:
-            measured = "the outputs of a sample change with the other samples of the batch"
-            yield forward, measured, hint
+            yield (
+                forward,
+                "the outputs of a sample change with the other samples of the batch",
+                "give recurrent layers and attention batch_first=True, or a tensor with time "
+                "first; look for a softmax, a sum, a view or a product over the samples in the "
+                "model",
+            )
     # With an input more the first sample is another one than the last, and sums in half
     # precision may depend on the place.
     elif len(tensors) == 1 and outputs.itemsize > 2 and _differ(outputs[-1], others[0]):
@@ -220,8 +225,9 @@ def _find_padding(tokens: Tensor, given: list[Tensor]) -> Tensor | None:
 
 
 def _differ(first: Tensor, second: Tensor) -> bool:
-    is_other = first.shape != second.shape
     # Outputs of new weights may be small. Sums in half precision may depend on their order.
     share = 1e-4 if first.itemsize > 2 else 1e-2
     largest = float(first.nan_to_num().abs().max()) if first.numel() else 0.0
-    return is_other or not torch.allclose(first, second, share, share * largest, equal_nan=True)
+    return first.shape != second.shape or not torch.allclose(
+        first, second, share, share * largest, equal_nan=True
+    )
