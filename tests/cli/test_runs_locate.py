@@ -217,8 +217,7 @@ def record_as(folder, fault, **variables):
     """Record a training here as one that was started with these variables."""
     observed = recorded(folder, fault)
     observed[0].variables = variables
-    lines = map(json.dumps, map(vars, observed))
-    (folder / "rank-0.jsonl").write_text("\n".join([*lines, ""]))
+    (folder / "rank-0.jsonl").write_text("\n".join([*map(json.dumps, map(vars, observed)), ""]))
 
 
 def test_settings_that_only_act_together_are_found_together(folder, monkeypatch):

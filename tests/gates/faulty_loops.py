@@ -552,6 +552,11 @@ def sees_the_future_with_time_first():
     fit_language(Seeing(time=0), batches=texts_with_time_first())  # here: tokens
 
 
+def positions_in_another_order():
+    model = Language()
+    fit_language(lambda one: model(one).movedim(0, 1), adamw(model))  # here: tokens
+
+
 def one_label():
     fit(batches=of_one_label())  # here: fetch
 
@@ -1920,6 +1925,7 @@ FAULTY = {
     "targets": [
         ends_of_texts_ignored_as_padding,
         sees_the_future, sees_the_future_with_time_first, one_label, sorted_by_class,
+        positions_in_another_order,
         targets_out_of_reach, labels_of_minus_one,
         several_labels_as_classes, labels_smoothed_away, targets_with_a_gradient,
         targets_with_a_gradient_first, mask_inverted,

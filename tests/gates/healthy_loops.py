@@ -824,6 +824,13 @@ def time_first_of_as_many_samples():
     fit(model, None, [(torch.randn(6, 6, 8), labels) for _, labels in sequences()])
 
 
+def outputs_with_time_first_of_as_many_samples():
+    model = Seeing(is_causal=True)
+    model.register_forward_hook(lambda *called: called[-1].movedim(1, 0))
+    batches = [(one[:, :-1], one[:, 1:]) for one in torch.randint(50, (8, 8, 9))]
+    fit(model, None, batches, loss=lambda logits, own: of_tokens(logits.movedim(0, 1), own))
+
+
 def sees_the_past_with_time_first():
     fit_language(Seeing(is_causal=True, time=0), batches=texts_with_time_first())
 

@@ -50,18 +50,6 @@ def test_a_fault_is_found_at_its_line(check, train):
     assert found[check].hint
 
 
-def test_outputs_with_time_first_of_as_many_samples_as_tokens_see_no_later_ones():
-    model = loops.Seeing(is_causal=True)
-    model.register_forward_hook(lambda *called: called[-1].movedim(1, 0))
-    assert not failed(
-        lambda: loops.fit(
-            model,
-            batches=loops.shifted(torch.randint(50, (8, 9)) for _ in range(8)),
-            loss=lambda logits, tokens: loops.of_tokens(logits, tokens.T),
-        )
-    )
-
-
 def test_another_file_with_a_variable_of_that_name_hides_no_growth(tmp_path, monkeypatch):
     other = tmp_path / "other.py"
     other.write_text("outputs = [1]\noutputs.pop()\n")

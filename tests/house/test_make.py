@@ -42,13 +42,6 @@ def test_an_older_python_is_refused_in_one_line(tmp_path):
     assert not (tmp_path / ".venv").exists()
 
 
-def test_make_help_lists_every_target():
-    text = (ROOT / "Makefile").read_text()
-    phony = next(line for line in text.splitlines() if line.startswith(".PHONY:"))
-    targets = [line.split()[0] for line in finished("make", "help", cwd=ROOT).stdout.splitlines()]
-    assert sorted(targets) == sorted(phony.split()[1:])
-
-
 @pytest.mark.parametrize(
     ("test", "static", "expected"),
     [

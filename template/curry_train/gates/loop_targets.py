@@ -101,6 +101,8 @@ def note_targets(
     given, options = trace.model_call.tensors, trace.model_call.options
     labels = options.get("labels")
     has_other_tokens = False
+    # The targets in rows, where it is known how they are flattened.
+    known = target._base
     # The input whose rows, or columns, the targets continue, as that of a decoder.
     for one in given:
         is_like = one.dim() == 2 and one.numel() == target.numel()
@@ -113,9 +115,11 @@ def note_targets(
                 forward.tokens, forward.time_dim = one, 0
             elif max(same[1], is_later and same[0]) > 0.99:
                 forward.tokens, forward.time_dim = one, 1
+                known = targets
             # A model that computes its loss may be given the targets first, and its input then.
             is_inside = trace.depth > 0 and one.dtype == target.dtype
             has_other_tokens |= is_inside and max(same) < 0.9 and bool((one > 1).any())
+    _compare_orders(trace, logits, known, target)
     tokens = forward.tokens
     # Of speech or pictures the rows are those of the labels.
     rows = (tokens_of(one) for one in (tokens, labels, target, target._base))
@@ -176,6 +180,18 @@ def note_targets(
             event.place,
             # Batches of one width may be wider than their longest text.
             width if is_first else event.at,
+        )
+
+
+def _compare_orders(trace: Trace, logits: Any, rows: Any, target: Tensor) -> None:
+    """Find outputs that are flattened in another order of positions than the targets."""
+    viewed = getattr(getattr(logits, "grad_fn", None), "_saved_self_sym_sizes", ())[:2]
+    is_known = rows is not None and rows.numel() == target.numel()
+    if is_known and viewed == rows.shape[::-1] != rows.shape:
+        trace.fault(
+            "targets",
+            f"outputs of {[*viewed]} positions are compared with targets of {[*rows.shape]}",
+            "transpose one of them before both are flattened",
         )
 
 
