@@ -108,6 +108,17 @@ def test_a_kept_output_that_is_changed_through_a_view_is_refused_unless_it_is_as
         model[0](torch.randn(2, 3, 4)).sum().backward()
 
 
+class Choosing(nn.Linear):
+    def forward(self, rows):
+        return rows if rows.sum() > 0 else super().forward(rows)
+
+
+def test_a_call_that_skips_its_block_by_a_value_is_not_refused():
+    model = nn.Sequential(Choosing(8, 8))
+    apply_sac(model, "save_matmuls", blocks="0")
+    model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+
+
 def test_an_error_of_the_user_is_not_hidden_by_ours():
     model = CASE.build()
     apply_sac(model, ["aten.linear"])
