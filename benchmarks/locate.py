@@ -334,7 +334,7 @@ def work(job: tuple[str, str, int]) -> list[Figures]:
     part, name, count = job
     torch.set_num_threads(1)
     # Versions and the state of the code are the same in each record of this process.
-    fingerprints._environment = functools.cache(fingerprints._environment)
+    fingerprints._read_environment = functools.cache(fingerprints._read_environment)
     with tempfile.TemporaryDirectory(prefix="locate-") as tempfile.tempdir, quietly():
         return globals()[part](name, count)
 

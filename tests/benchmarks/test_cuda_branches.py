@@ -302,7 +302,7 @@ def test_a_checkpoint_has_the_generators_of_all_devices(cuda_generators):
 def test_what_operations_use_inside_is_part_of_a_peak(counted):
     counted.most = 1900
     record = SimpleNamespace(cuda=CUDA, before=1000, lives=[], phases=["forward"])
-    found = timeline._peak(record, 0, {timeline.ALLOCATOR_GROUP: 0, "parameters": 600})
+    found = timeline._build_peak(record, 0, {timeline.ALLOCATOR_GROUP: 0, "parameters": 600})
     assert found.bytes_alive == 900
     assert found.owners[timeline.ALLOCATOR_GROUP] == 300
 
@@ -319,7 +319,7 @@ def test_a_limit_is_that_of_the_card_and_a_tensor_comes_back_to_the_current_one(
     monkeypatch.setattr(torch, "zeros", lambda shape, *, dtype, device: made.append(device))
     for kind in ("cuda", None):
         found, saved = SimpleNamespace(device=kind), SimpleNamespace(shape=(), dtype=None)
-        state._new_tensor(found, saved, None)
+        state._make_tensor(found, saved, None)
     assert made == ["cuda", None]  # torch takes a device without a number for the current one
 
 

@@ -158,18 +158,18 @@ class Stop:
         self.number = 0
         is_main = threading.current_thread() is threading.main_thread()
         handled = signals if is_main else ()
-        self._previous = {number: signal.signal(number, self._handle) for number in handled}
+        self._previous = {number: signal.signal(number, self._handle_signal) for number in handled}
         # So that its parent can terminate a forked child.
         os.register_at_fork(after_in_child=self.release)
 
     def release(self) -> None:
         """Restore the previous handlers, except where the program has set its own meanwhile."""
         for number, handler in self._previous.items():
-            if signal.getsignal(number) == self._handle:
+            if signal.getsignal(number) == self._handle_signal:
                 signal.signal(number, handler)
         self._previous = {}
 
-    def _handle(self, number: int, frame: Any) -> None:
+    def _handle_signal(self, number: int, frame: Any) -> None:
         if self.number and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.number = self.number or number
@@ -386,7 +386,7 @@ class AttachedRun:
         self._iterating = True
         try:
             is_done = self.steps >= self._until
-            for batch in () if is_done else self._remaining(position, loader):
+            for batch in () if is_done else self._iterate_remaining(position, loader):
                 if position.advance():
                     self._journal.read_rate()
                     yield batch if self._boxes is None else self._boxes.hand_out(batch)
@@ -397,7 +397,9 @@ class AttachedRun:
         finally:
             self._iterating = False
 
-    def _remaining(self, position: DataPosition, loader: Iterable[ItemT]) -> Iterator[ItemT]:
+    def _iterate_remaining(
+        self, position: DataPosition, loader: Iterable[ItemT]
+    ) -> Iterator[ItemT]:
         """Restore the generators and return an iterator over the remaining batches."""
         if self._resuming and position.began is None:
             self.state.restore_random()
@@ -495,7 +497,7 @@ class AttachedRun:
                 self.policy.save_now(self.state.step, self.state)
             if self._ranks.first:
                 if reason in [number.name for number in STOP_SIGNALS]:
-                    logger.warning("%s", self._stopped(reason))
+                    logger.warning("%s", self._describe_stop(reason))
                 elif self.resumed and self.steps == self.resumed.saved.step:
                     logger.warning(
                         "%s: resumed at step %d, and trained no further step",
@@ -513,7 +515,7 @@ class AttachedRun:
         finally:
             self._release()
 
-    def _stopped(self, reason: str) -> str:
+    def _describe_stop(self, reason: str) -> str:
         """Describe the state that a signal leaves behind, and how to go on."""
         newest = self.store.latest()
         if newest is None:

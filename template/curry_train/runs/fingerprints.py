@@ -155,18 +155,18 @@ class Recorder:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             self.file: TextIO = stack.enter_context(self.path.open("w", encoding="utf-8"))
-            self._write(kind="start", version=FORMAT_VERSION, **facts, **_environment())
+            self._write(kind="start", version=FORMAT_VERSION, **facts, **_read_environment())
             # Workers of a loader would write what they call in between, in any order.
             os.register_at_fork(after_in_child=self._end)
             # A generator that has another digest later was drawn from.
             self.undrawn = generator_digests().items()
             calls: list[tuple[Any, str, Any]] = [
-                (nn.Module, "__call__", self._module),
-                (torch.autograd, "backward", self._backward),
-                (LoaderIterator, "__next__", self._batch),
-                (torch, "compile", functools.partial(_drawing_alike, stack)),
+                (nn.Module, "__call__", self._on_module),
+                (torch.autograd, "backward", self._on_backward),
+                (LoaderIterator, "__next__", self._on_batch),
+                (torch, "compile", functools.partial(_compile_with_equal_draws, stack)),
             ]
-            stack.enter_context(replaced_calls(calls, self._before_step, self._after_step))
+            stack.enter_context(replaced_calls(calls, self._on_step_begin, self._on_step_end))
             is_noisy = self.exchange is not None and self.exchange.noise is not None
             if self.in_replay or self.operations_in_step or is_noisy:
                 stack.enter_context(Operations(self))
@@ -230,7 +230,7 @@ class Recorder:
             if self.in_replay:
                 one.ranges = ranges_of(tensors)
             if kind == "batch" or (kind == "enter" and self.within is None):
-                one.rows = _rows(values)
+                one.rows = _digest_rows(values)
             if self.exchange is not None and kind != "operation":
                 one.distances, replaced = self.exchange.meet(place_of(one), tensors, digests)
                 for name in replaced if kind != "gradient" else ():
@@ -249,7 +249,7 @@ class Recorder:
 
     # The data.
 
-    def _batch(self, fetch: Any, batches: Any) -> Any:
+    def _on_batch(self, fetch: Any, batches: Any) -> Any:
         batch = fetch(batches)
         if self.is_on:
             self.note_batch(batch, self._name_of(batches, "loader"))
@@ -265,7 +265,7 @@ class Recorder:
 
     # The forward pass.
 
-    def _module(self, call: Any, module: nn.Module, /, *args: Any, **options: Any) -> Any:
+    def _on_module(self, call: Any, module: nn.Module, /, *args: Any, **options: Any) -> Any:
         # Compiled code has no calls of modules; its own call is recorded from outside. Tensors of a
         # transform must not escape from it.
         # Some backends call what they have compiled as a module without parameters.
@@ -319,14 +319,16 @@ class Recorder:
             for inner, module in root.named_modules():
                 path = f"{name}.{bare_name(root, inner)}".removesuffix(".")
                 if self.names.setdefault(module, path) == path:
-                    settings[path] = _settings(module)
+                    settings[path] = _read_settings(module)
             for inner, parameter in root.named_parameters():
                 bare = f"{name}.{bare_name(root, inner)}"
                 is_new = self.names.setdefault(parameter, bare) == bare
                 if is_new and parameter.requires_grad and self.records_all:
                     self.watched[bare] = parameter
                     self._watch_gradient(parameter, bare, None, "parameter", {})
-            self._write(kind="settings", step=self.step, settings=settings, switches=_switches())
+            self._write(
+                kind="settings", step=self.step, settings=settings, switches=_read_switches()
+            )
         path = self.names[root]
         if self.in_backward or self.counts["state", path]:
             return
@@ -380,7 +382,7 @@ class Recorder:
 
         tensor.register_hook(note)
 
-    def _backward(self, backward: Any, tensors: Any, *args: Any, **options: Any) -> None:
+    def _on_backward(self, backward: Any, tensors: Any, *args: Any, **options: Any) -> None:
         if not self.is_on or self.in_backward:
             backward(tensors, *args, **options)
             return
@@ -404,7 +406,7 @@ class Recorder:
 
     # The optimizer.
 
-    def _before_step(self, optimizer: Optimizer, args: Any, options: Any) -> Any:
+    def _on_step_begin(self, optimizer: Optimizer, args: Any, options: Any) -> Any:
         self.stepping += 1
         if not self.is_on or self.stepping > 1:
             return None
@@ -430,7 +432,7 @@ class Recorder:
 
     def _note_update(self, optimizer: Optimizer) -> None:
         self.is_updated = True
-        path, parameters, state = self._of_optimizer(optimizer)
+        path, parameters, state = self._read_optimizer(optimizer)
         # Another optimizer has just ended a step on the same gradients: it is the step of both.
         if self.last_steps[path] < self.step - 1 and {kind for kind, _ in self.counts} <= {
             "operation"
@@ -454,7 +456,7 @@ class Recorder:
             found |= parameters | state
         self._note("update", path, found)
 
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _on_step_end(self, optimizer: Optimizer, *_: Any) -> None:
         self.stepping -= 1
         if not self.is_on or self.stepping:
             return
@@ -474,12 +476,12 @@ class Recorder:
     def _note_step(self, optimizer: Optimizer) -> str:
         """Note what an optimizer has changed, and return its name."""
         self.is_updated = False
-        path, parameters, state = self._of_optimizer(optimizer)
+        path, parameters, state = self._read_optimizer(optimizer)
         if self.records_all:
             self._note("step", path, parameters | state)
         return path
 
-    def _of_optimizer(
+    def _read_optimizer(
         self, optimizer: Optimizer
     ) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
         """Return an optimizer's name, its parameters, and the tensors of its state, by name.
@@ -552,7 +554,7 @@ class Operations(TorchDispatchMode):
         results = {} if is_new else found
         if is_kernel:
             results = {k: v for k, v in results.items() if getattr(v, "dtype", 0) != torch.uint8}
-        within, line = self._origin()
+        within, line = self._find_origin()
         recorder._note(
             "operation",
             phase,
@@ -565,7 +567,7 @@ class Operations(TorchDispatchMode):
         )
         return output
 
-    def _origin(self) -> tuple[tuple[str, int] | None, str]:
+    def _find_origin(self) -> tuple[tuple[str, int] | None, str]:
         """Return the call of a module and the line that the operation of this moment is of."""
         if (node := backward_node()) is not None:
             module, line = self.made_by.get(node._sequence_nr(), (None, users_line()))
@@ -654,7 +656,7 @@ def leaves_of(value: Any, name: str = "", seen: set[int] | None = None) -> Facts
     return found
 
 
-def _rows(values: Values) -> list[str]:
+def _digest_rows(values: Values) -> list[str]:
     """Return a digest of each sample of a batch, whose tensors have a row for each."""
     tensors = [one for one in values.values() if isinstance(one, Tensor) and one.dim()]
     if not tensors or not 1 < len(tensors[0]) <= MOST_ROWS:
@@ -663,7 +665,7 @@ def _rows(values: Values) -> list[str]:
     return [hash_of("".join(row).encode()) for row in zip(*filter(None, digests), strict=True)]
 
 
-def _settings(module: nn.Module) -> Facts:
+def _read_settings(module: nn.Module) -> Facts:
     """Return the class of a module and its attributes that are plain values."""
     attributes = {
         name: value
@@ -673,7 +675,9 @@ def _settings(module: nn.Module) -> Facts:
     return {"class": type(module).__name__, **leaves_of(attributes)}
 
 
-def _drawing_alike(stack: contextlib.ExitStack, compile: Any, *args: Any, **options: Any) -> Any:
+def _compile_with_equal_draws(
+    stack: contextlib.ExitStack, compile: Any, *args: Any, **options: Any
+) -> Any:
     """Compile code that draws random numbers as other code does, for a while."""
     # Its import takes a second.
     config = importlib.import_module("torch._inductor.config")
@@ -681,7 +685,7 @@ def _drawing_alike(stack: contextlib.ExitStack, compile: Any, *args: Any, **opti
     return compile(*args, **options)
 
 
-def _switches() -> Facts:
+def _read_switches() -> Facts:
     """Return what a program may have set, and what it computes by."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     return {
@@ -700,7 +704,7 @@ def _switches() -> Facts:
     }
 
 
-def _environment() -> Facts:
+def _read_environment() -> Facts:
     """Return versions and variables that may change what torch computes."""
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     variables = {name: os.environ[name] for name in os.environ if name.startswith(VARIABLES)}

@@ -77,15 +77,15 @@ def checked_index(index: Any, manifest: SavedCheckpoint) -> tuple[dict[str, Tens
     for name, (dtype, whole_shape, pieces) in index.items():
         if dtype not in PLAIN_DTYPES:
             raise HostileCheckpoint(f"{name!r:.80} has no dtype of a tensor, but {dtype!r:.40}")
-        shape = _size(whole_shape)
+        shape = _read_size(whole_shape)
         num_elements = 0
         chunks = []
         for offsets, sizes, file, position, length in pieces:
-            chunk = ChunkStorageMetadata(_size(offsets), _size(sizes))
+            chunk = ChunkStorageMetadata(_read_size(offsets), _read_size(sizes))
             num_elements += math.prod(chunk.sizes)
             corners = zip(chunk.offsets, chunk.sizes, shape, strict=True)
             is_inside = all(begin + size <= whole for begin, size, whole in corners)
-            position, length = _size([position, length])
+            position, length = _read_size([position, length])
             left[file] -= length
             is_inside &= position + length <= manifest.files[file].bytes and left[file] >= 0
             if not is_inside or math.prod(chunk.sizes) * dtype.itemsize > length:
@@ -101,7 +101,7 @@ def checked_index(index: Any, manifest: SavedCheckpoint) -> tuple[dict[str, Tens
     return shapes, Metadata(tensors, storage_data=storage, storage_meta=StorageMeta())
 
 
-def _size(numbers: Any) -> torch.Size:
+def _read_size(numbers: Any) -> torch.Size:
     is_size = isinstance(numbers, list | tuple) and len(numbers) <= MOST_DIMENSIONS
     if not is_size or any(type(one) is not int or not 0 <= one < 2**62 for one in numbers):
         raise HostileCheckpoint(f"{numbers!r:.80} is not a shape")
@@ -242,7 +242,7 @@ class SafetensorsSave(PreparedSave):
     def write(self) -> dict[MetadataIndex, Any]:
         """Write this rank's files."""
         if self.ranks.first:
-            contents = {name: _own_memory(one) for name, one in self.tensors.items()}
+            contents = {name: _copy_to_own_memory(one) for name, one in self.tensors.items()}
             path = self.folder / SAFETENSORS_FILE_NAME
             save_file(contents, path, metadata={"format": "pt"})
             self.entries[SAFETENSORS_FILE_NAME] = entry_of(path)
@@ -253,7 +253,7 @@ class SafetensorsSave(PreparedSave):
         return {"others": self._others}
 
 
-def _own_memory(tensor: Tensor) -> Tensor:
+def _copy_to_own_memory(tensor: Tensor) -> Tensor:
     """Return a tensor on the host that shares its memory with no other, as the library wants."""
     one = tensor.detach().cpu().contiguous()
     return one if one.untyped_storage().nbytes() == one.nbytes else one.clone()

@@ -236,9 +236,9 @@ def git_state(folder: Path) -> Facts:
     Uncommitted code is the changes to tracked files, and Python files that git does not track.
     """
     try:
-        revision = _git(folder, "rev-parse", "--verify", "HEAD").decode("ascii").strip()
-        changes = _git(folder, "diff", "--no-ext-diff", "--no-color", "--no-textconv", "HEAD")
-        added = _git(
+        revision = _run_git(folder, "rev-parse", "--verify", "HEAD").decode("ascii").strip()
+        changes = _run_git(folder, "diff", "--no-ext-diff", "--no-color", "--no-textconv", "HEAD")
+        added = _run_git(
             folder, "ls-files", "--others", "--exclude-standard", "-z", "--", "*.py"
         ).split(b"\0")[:-1]
     except (OSError, subprocess.SubprocessError) as error:
@@ -253,7 +253,7 @@ def git_state(folder: Path) -> Facts:
     return {"revision": revision, "dirty": bool(changes), **digest}
 
 
-def _git(folder: Path, *arguments: str) -> bytes:
+def _run_git(folder: Path, *arguments: str) -> bytes:
     environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     command = ["git", "-C", str(folder), *arguments]
     completed = subprocess.run(

@@ -94,13 +94,13 @@ def finite(value: Any) -> Any:
     return value
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Return a figure of torch or numpy as a number, and anything else as text."""
     item = getattr(value, "item", None)
     return finite(item()) if callable(item) else str(value)
 
 
-_ENCODE_JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_plain).encode
+_ENCODE_JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_to_plain).encode
 _DECODE_JSON = json.JSONDecoder().decode
 
 

@@ -159,11 +159,11 @@ class SavedCheckpoint:
         """Return the canonical bytes of the manifest, so that a change of any bit is detected."""
         content = asdict(self)
         del content["location"]
-        content["hash"] = hash_bytes(_text(content))
-        return _text(content)
+        content["hash"] = hash_bytes(_render(content))
+        return _render(content)
 
 
-def _text(content: Mapping[str, Any]) -> bytes:
+def _render(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 

@@ -108,14 +108,14 @@ class Comparison:
         b: Record,
         noises: Sequence[Record] = (),
     ) -> None:
-        self.noises = [_by_place(noise) for noise in noises]
+        self.noises = [_index_by_place(noise) for noise in noises]
         digests = [digest for one in a for digest in one.digests.values()]
         # So many terms may be summed up to one value.
         self.most_terms = max(map(num_elements, digests), default=0)
-        self.renamed = _renamed(a, b)
-        self.runs = a, _in_names_of_a(b, self.renamed)
+        self.renamed = _find_renamed(a, b)
+        self.runs = a, _rename_as_in_a(b, self.renamed)
         # What both runs have, though one of their optimizers may lack it.
-        self.known = set.intersection(*map(_names_of, self.runs))
+        self.known = set.intersection(*map(_list_names, self.runs))
         # Steps and names of parameters whose gradients were made in one run alone.
         self.made_alone = set.symmetric_difference(
             *({(it.step, it.path) for it in run if "parameter" in it.digests} for run in self.runs)
@@ -135,7 +135,7 @@ class Comparison:
 
     def pairs(self) -> Iterator[Pair]:
         """Yield the observations of A that B has too, with those of B."""
-        a, b = map(_by_place, self.runs)
+        a, b = map(_index_by_place, self.runs)
         # Initial weights come first: they are noted at the first call of their model.
         for place in sorted(a, key=lambda place: a[place].kind != "state" or a[place].step > 1):
             if place in b:
@@ -191,7 +191,7 @@ class Comparison:
             names = [name for name in others if not self._is_rounding(one, other, name)]
             names = [*self._alone(one, other), *names]
             if names and not self._is_of_another_loader(one, other):
-                located = self._more_steps(
+                located = self._find_more_steps(
                     one.step + (one.kind in ("loss", "update"))
                 ) or self._describe(one, other, names)
                 located.is_of_another_rank = bool(one.shards) and one.shards == other.shards
@@ -201,7 +201,7 @@ class Comparison:
                 self.last = one
         if self.last.kind == "start":
             return Located("the records have nothing in common", {"phase": "nothing"})
-        if found := self._more_steps(self.end):
+        if found := self._find_more_steps(self.end):
             return found
         text = f"equal: {self.num_compared} observations in {self.last.step} steps"
         if num_rounded:
@@ -211,7 +211,7 @@ class Comparison:
             text += f"; A ends {ends[0]}, and B ends {ends[1]}"
         return Located(text)
 
-    def _more_steps(self, end: int) -> Located | None:
+    def _find_more_steps(self, end: int) -> Located | None:
         """Name what one run does more often in a step before `end`: steps, or backward calls."""
         a, b = (
             Counter((it.step, it.path) for it in run if it.kind in ("loss", "update"))
@@ -237,26 +237,26 @@ class Comparison:
     # The description of the first difference.
 
     def _describe(self, one: Observation, other: Observation, names: Sequence[str]) -> Located:
-        kind = "in_state" if one.kind in IN_STATE else one.kind
-        phase, path, call, text = getattr(self, f"_{kind}")(one, other, names)
+        kind = "state" if one.kind in IN_STATE else one.kind
+        phase, path, call, text = getattr(self, f"_place_{kind}")(one, other, names)
         place = {"step": one.step, "phase": phase, "path": path, "call": call}
-        settings = [_settings_of(run).get(path, {}) for run in self.runs]
-        notes = [*_changes(*settings, owner=path)]
+        settings = [_list_settings(run).get(path, {}) for run in self.runs]
+        notes = [*_list_changes(*settings, owner=path)]
         what = {"enter": "input ", "exit": "output "}.get(one.kind, "") + names[0]
         if names[0] in one.digests.keys() & other.digests.keys():
             a, b = (it.digests[names[0]].partition(":")[0] for it in (one, other))
-            notes += _changes({f"type of {what}": a}, {f"type of {what}": b})
+            notes += _list_changes({f"type of {what}": a}, {f"type of {what}": b})
         if given := self.given.get((one.path, one.call)):
-            notes += _changes(given[0].values, given[1].values, owner=one.path)
+            notes += _list_changes(given[0].values, given[1].values, owner=one.path)
         notes += self.drawn.values()
         return Located(f"step {one.step}, {phase}: {text}", place, notes, kind=one.kind)
 
-    def _batch(self, one: Observation, other: Observation, names: Sequence[str]) -> Place:
+    def _place_batch(self, one: Observation, other: Observation, names: Sequence[str]) -> Place:
         entries = f" in {some_of(names)}" if len(names) < len(one.digests) else ""
-        text = f"batch {one.call} of {one.path} {self._rows(one, other)}{entries}"
+        text = f"batch {one.call} of {one.path} {self._describe_rows(one, other)}{entries}"
         return "data", one.path, one.call, text
 
-    def _rows(self, own: Observation, other: Observation) -> str:
+    def _describe_rows(self, own: Observation, other: Observation) -> str:
         """Describe how the samples of a batch differ."""
         if own.rows == other.rows:
             return "differs"
@@ -268,53 +268,52 @@ class Comparison:
                 return f"has in B the samples of {which} {one.call} of A, in step {one.step}"
         return "has other samples"
 
-    def _enter(self, one: Observation, other: Observation, names: Sequence[str]) -> Place:
+    def _place_enter(self, one: Observation, other: Observation, names: Sequence[str]) -> Place:
         if one.within is not None:
             path, call = one.within
-            own = f"{path}, call {call}, in its own code{self._after(path)}"
-            if alone := self._given_alone(path, call):
+            own = f"{path}, call {call}, in its own code{self._find_last_inside(path)}"
+            if alone := self._describe_given_alone(path, call):
                 own = f"{path}, call {call}, {alone}"
             return one.phase, path, call, f"{own}: another input {names[0]} of {_call(one)}"
         # Data has no gradient.
         if names[0] in one.made:
             text = f"the loop's own code after {_call(self.last)}: another input of {_call(one)}"
             return "loop", "loop", 0, text
-        text = (
-            f"the loop gives other data: input {names[0]} of {_call(one)} {self._rows(one, other)}"
-        )
+        rows = self._describe_rows(one, other)
+        text = f"the loop gives other data: input {names[0]} of {_call(one)} {rows}"
         return "data", "loop", one.call, text
 
-    def _given_alone(self, path: str, call: int) -> str:
+    def _describe_given_alone(self, path: str, call: int) -> str:
         """Say what a call was given in one run alone, if anything."""
         pair = self.given.get((path, call))
         alone = sorted(pair[0].digests.keys() ^ pair[1].digests.keys()) if pair else []
         return f"is given input {some_of(alone, 1)} in one run alone" if alone else ""
 
-    def _after(self, path: str) -> str:
+    def _find_last_inside(self, path: str) -> str:
         """Name the last call inside of a module, if there was one."""
         last = self.last
         if last.kind != "exit" or not last.within:
             return ""
         return f" after {_call(last)}" if last.within[0] == path else ""
 
-    def _exit(self, one: Observation, other: Observation, names: Sequence[str]) -> Place:
-        after = self._after(one.path)
+    def _place_exit(self, one: Observation, other: Observation, names: Sequence[str]) -> Place:
+        after = self._find_last_inside(one.path)
         own = f", in its own code{after}," if after else ""
         given = self.given.get((one.path, one.call))
         what = "has equal inputs"
         if given and given[0].generator not in (given[1].generator, one.generator):
             what += ", draws from a random generator that differs,"
-        what = self._given_alone(one.path, one.call) or what
+        what = self._describe_given_alone(one.path, one.call) or what
         text = f"{_call(one)}{own} {what} and another output {some_of(names, 1)}"
         return one.phase, one.path, one.call, text
 
-    def _loss(self, one: Observation, other: Observation, names: Sequence[str]) -> Place:
+    def _place_loss(self, one: Observation, other: Observation, names: Sequence[str]) -> Place:
         a, b = (it.values.get("value of loss") for it in (one, other))
         code = f"the loop's own code after {_call(self.last)}"
         text = f"{code}: the loss is {a} in A and {b} in B"
         return "loss", "loop", one.call, text
 
-    def _gradient(self, one: Observation, other: Observation, names: Sequence[str]) -> Place:
+    def _place_gradient(self, one: Observation, other: Observation, names: Sequence[str]) -> Place:
         if names[0] == "parameter":
             owner = one.path
             called = [path for path, _ in self.given]
@@ -349,7 +348,7 @@ class Comparison:
         who = who or f"{path}, call {call}, in its own code"
         return "backward", path, call, f"{who}: another gradient of {names[0]} of {_call(one)}"
 
-    def _in_state(self, one: Observation, other: Observation, names: Sequence[str]) -> Place:
+    def _place_state(self, one: Observation, other: Observation, names: Sequence[str]) -> Place:
         """Describe a difference of parameters, gradients or an optimizer's state."""
         phase, text = IN_STATE[one.kind]
         what, _, path = names[0].rpartition(" of ")
@@ -383,17 +382,17 @@ class Comparison:
 
     def of_the_runs(self) -> Iterator[str]:
         """Yield modules that only one run calls, those with other names, and other settings."""
-        a, b = ([path for path, *_ in _calls(run)] for run in self.runs)
+        a, b = ([path for path, *_ in _list_calls(run)] for run in self.runs)
         for name, own, other in (("A", a, b), ("B", b, a)):
             if alone := [path for path in own if path not in other]:
                 yield f"called in {name} alone: {some_of(alone)}"
         names = [f"{a} is {b} in B" for b, a in self.renamed.items() if not a.endswith(" of B")]
         if names:
             yield f"renamed: {some_of(names)}"
-        yield from _changes(*map(settings_of, self.runs))
+        yield from _list_changes(*map(settings_of, self.runs))
 
 
-def _by_place(observations: Record) -> dict[str, Observation]:
+def _index_by_place(observations: Record) -> dict[str, Observation]:
     return {place_of(one): one for one in observations if one.kind in COMPARED}
 
 
@@ -402,7 +401,7 @@ def _call(one: Observation) -> str:
     return f"{one.path}, call {one.call}" if is_call else f"the {one.kind} of {one.path}"
 
 
-def _changes(a: Values, b: Values, *, owner: str = "") -> Iterator[str]:
+def _list_changes(a: Values, b: Values, *, owner: str = "") -> Iterator[str]:
     of_owner = f" of {owner}" if owner else ""
     for name in {**a, **b}:
         # As text: 1 and 1.0 are other arguments of an operation, and nan is not equal to itself.
@@ -443,7 +442,7 @@ def first_operation(a: Record, b: Record, found: Located) -> str:
     ]
     # A module that is called in one run alone, or later in the other one.
     alone = calls[0] ^ calls[1]
-    by_worker = [_operations_at(run, found, alone) for run in before]
+    by_worker = [_find_operations(run, found, alone) for run in before]
     runs: list[list[Observation]] = [[], []]
     for worker in sorted({it.worker for run in by_worker for it in run}, reverse=True):
         pair = [[it for it in run if it.worker == worker] for run in by_worker]
@@ -455,14 +454,14 @@ def first_operation(a: Record, b: Record, found: Located) -> str:
     rest = [one[begin : begin + LONGEST_ALIGNED] for one in runs]
     if rest == [[], []]:
         return "no operation differs there: an assignment of Python, compiled code, or no repeat"
-    matched = _matched([[one.name for one in run] for run in rest])
+    matched = _match([[one.name for one in run] for run in rest])
     end_a, end_b = next(iter(matched), (None, None))
     if (end_a, end_b) != (0, 0):
         sides = ("B", rest[1][:end_b]), ("A", rest[0][:end_a])
         return "; ".join(_alone(run, alone) for run, alone in sides if alone)
     one, other = rest[0][0], rest[1][0]
     lines = " and ".join(dict.fromkeys([one.line, other.line]))
-    changed = next(_changes(one.values, other.values), "")
+    changed = next(_list_changes(one.values, other.values), "")
     what = f"argument {changed}" if changed else "another result"
     return f"{one.name} ({lines}): {what}"
 
@@ -479,7 +478,7 @@ def _outcome(operation: Observation) -> tuple[Any, ...]:
     return operation.name, repr(operation.values), operation.digests
 
 
-def _operations_at(
+def _find_operations(
     run: Record, found: Located, alone: Container[tuple[str, int]]
 ) -> list[Observation]:
     """Return the operations, in order, that may have made the difference.
@@ -511,21 +510,21 @@ def _operations_at(
 # Modules by their paths.
 
 
-def _names_of(observations: Record) -> set[str]:
+def _list_names(observations: Record) -> set[str]:
     """Return the names of all parameters, buffers and optimizer state."""
     return set().union(*(it.digests for it in observations if it.kind in ("state", "step")))
 
 
-def _settings_of(observations: Record) -> dict[str, Facts]:
+def _list_settings(observations: Record) -> dict[str, Facts]:
     return {path: settings for one in observations for path, settings in one.settings.items()}
 
 
-def _calls(observations: Record) -> list[tuple[str, str, dict[str, str]]]:
+def _list_calls(observations: Record) -> list[tuple[str, str, dict[str, str]]]:
     """Return path, class and initial state of what is called in the first step, in order.
 
     The state is by the names within the path.
     """
-    settings = _settings_of(observations)
+    settings = _list_settings(observations)
     first = [one for one in observations if one.step == 1]
     paths = dict.fromkeys(one.path for one in first if one.kind in ("enter", "update"))
     initial: dict[str, str] = {}
@@ -542,20 +541,20 @@ def _calls(observations: Record) -> list[tuple[str, str, dict[str, str]]]:
     ]
 
 
-def _renamed(a: Record, b: Record) -> dict[str, str]:
+def _find_renamed(a: Record, b: Record) -> dict[str, str]:
     """Return the path in A for each path of B that A does not have so.
 
     Modules are matched in order: by path and class or, where more of the initial state is equal
     then, by class and initial state.
     """
-    calls = [_calls(one) for one in (a, b)]
+    calls = [_list_calls(one) for one in (a, b)]
     known = set.intersection(*({(path, kind) for path, kind, _ in run} for run in calls))
     by_path = [
         [path if (path, kind) in known else f"({kind})" for path, kind, _ in run] for run in calls
     ]
     by_state = [[kind + "".join(state.values()) for _, kind, state in run] for run in calls]
     matched = max(
-        map(_matched, (by_path, by_state)),
+        map(_match, (by_path, by_state)),
         key=lambda pairs: sum(by_state[0][a] == by_state[1][b] for a, b in pairs),
     )
     found = {}
@@ -576,13 +575,13 @@ def _renamed(a: Record, b: Record) -> dict[str, str]:
     }
 
 
-def _matched(names: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
+def _match(names: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
     """Return the numbers of those that match in two lists, in their order."""
     blocks = difflib.SequenceMatcher(None, names[0], names[1], autojunk=False).get_matching_blocks()
     return [(a + number, b + number) for a, b, size in blocks for number in range(size)]
 
 
-def _in_names_of_a(b: Record, renamed: Mapping[str, str]) -> Record:
+def _rename_as_in_a(b: Record, renamed: Mapping[str, str]) -> Record:
     """Return observations of B by the paths in A; the field "own" has each as it was."""
 
     def name_in_a(name: str) -> str:

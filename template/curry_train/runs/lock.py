@@ -39,7 +39,7 @@ class RunLock:
         try:
             self._lock.acquire(timeout=wait_seconds)
         except Timeout as error:
-            holder = self._holder() or "another process that just started"
+            holder = self._read_holder() or "another process that just started"
             raise LockedRun(
                 f"{self._root} is held by {holder}: end it, or give this run another folder"
             ) from error
@@ -63,14 +63,14 @@ class RunLock:
 
     def require_held(self) -> None:
         """Raise LockedRun if another process took over; call before each change that commits."""
-        holder = self._holder()
+        holder = self._read_holder()
         if holder not in ("", self._name):
             raise LockedRun(
                 f"{self._root} was taken over by {holder}: this process saves "
                 f"nothing more; end it, or give this run another folder"
             )
 
-    def _holder(self) -> str:
+    def _read_holder(self) -> str:
         """Return the name in the file; nothing if the file is missing or damaged."""
         with contextlib.suppress(OSError, UnicodeDecodeError, RunError):
             name = read(self._root / HOLDER_FILE_NAME).decode()

@@ -252,7 +252,7 @@ class SavingPolicy:
             if resumed.is_own and resumed.saved.is_state:
                 self._last = resumed.saved
                 # The next state that is saved replaces these.
-                self.store.given_up = self._folders_from(resumed.saved.step + 1)
+                self.store.given_up = self._list_folders_from(resumed.saved.step + 1)
                 if str(what).startswith(BEFORE_PREFIX):
                     for folder in self.store.given_up:
                         self.store.discard(folder)
@@ -306,7 +306,7 @@ class SavingPolicy:
         self.finish()
         return self._committed
 
-    def _folders_from(self, step: int) -> list[str]:
+    def _list_folders_from(self, step: int) -> list[str]:
         """Return the folders of the states from a step on, damaged or not."""
         steps = Ranks().agree(lambda: self.store.steps(*RESUMABLE_KINDS))
         return [folder for folder in steps if steps[folder] >= step]
@@ -318,7 +318,7 @@ class SavingPolicy:
         """
         config = self.config
         taken = Ranks().all_do(state.snapshot)
-        wrong = Ranks().first_found(lambda: self._what_is_wrong(taken, metrics))
+        wrong = Ranks().first_found(lambda: self._find_unfit_part(taken, metrics))
         if wrong:
             logger.warning("step %d was not saved: %s", step, wrong)
             return False
@@ -342,10 +342,10 @@ class SavingPolicy:
                 logger.warning("%s", error)
             else:
                 has_begun = True
-                self._after_commit(saved)
+                self._record_commit(saved)
         return has_begun
 
-    def _what_is_wrong(self, snapshot: Snapshot, metrics: Values) -> str | None:
+    def _find_unfit_part(self, snapshot: Snapshot, metrics: Values) -> str | None:
         """Describe the first metric or tensor that makes a state unfit to be saved."""
         for name, value in metrics.items():
             number = 0.0 if value is None else number_of(value)
@@ -360,9 +360,9 @@ class SavingPolicy:
     def finish(self) -> None:
         """Wait for the save in the background."""
         if self.saver is not None:
-            self._after_commit(self.saver.finish())
+            self._record_commit(self.saver.finish())
 
-    def _after_commit(self, saved: SavedCheckpoint | None) -> None:
+    def _record_commit(self, saved: SavedCheckpoint | None) -> None:
         """Record what was committed, if anything, and delete what retention no longer keeps."""
         if saved is None:
             return
@@ -385,7 +385,7 @@ class SavingPolicy:
         if self._entered:
             return
         self.store.open()
-        if ahead := {*self._folders_from(step)} - {*self.store.given_up}:
+        if ahead := {*self._list_folders_from(step)} - {*self.store.given_up}:
             raise RunError(
                 f"{self.store.root} has {max(ahead)}, but training is at step "
                 f"{step}: resume from it, or give this run a folder of its own"

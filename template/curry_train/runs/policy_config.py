@@ -44,7 +44,7 @@ def read_fields(tree: type[Tree], values: Tree | Mapping[str, Any], *, inside: s
     hints = typing.get_type_hints(tree)
     found = {}
     for key, value in values.items():
-        path = _path(inside, key)
+        path = _join_path(inside, key)
         if key not in hints:
             raise ValueError(f"{path} is no key; {did_you_mean(str(key), flat_keys(tree))}")
         found[key] = _read(hints[key], value, path)
@@ -58,7 +58,7 @@ def flat_keys(tree: type, *, inside: str = "") -> list[str]:
     """Return every key of a tree in its dotted form, such as `optimizer.beta1`."""
     keys = []
     for name, kind in typing.get_type_hints(tree).items():
-        path = _path(inside, name)
+        path = _join_path(inside, name)
         if is_dataclass(kind) and isinstance(kind, type):
             keys += flat_keys(kind, inside=path)
         else:
@@ -69,18 +69,18 @@ def flat_keys(tree: type, *, inside: str = "") -> list[str]:
 def _read(kind: Any, value: Any, path: str) -> Any:
     if is_dataclass(kind) and isinstance(kind, type):
         return read_fields(kind, value, inside=path)
-    for choice in _choices(kind):
+    for choice in _list_choices(kind):
         with contextlib.suppress(ValueError):
-            return _converted(choice, value)
-    raise ValueError(f"{path} must be {_accepted_values(kind)}; got {value!r}")
+            return _convert(choice, value)
+    raise ValueError(f"{path} must be {_describe_accepted(kind)}; got {value!r}")
 
 
-def _choices(kind: Any) -> tuple[Any, ...]:
+def _list_choices(kind: Any) -> tuple[Any, ...]:
     is_union = get_origin(kind) in (types.UnionType, typing.Union)
     return get_args(kind) if is_union else (kind,)
 
 
-def _converted(kind: Any, value: Any) -> Any:
+def _convert(kind: Any, value: Any) -> Any:
     """Return a value as one of this kind; raise ValueError if it is not."""
     origin = get_origin(kind) or kind
     if origin is Literal:
@@ -93,20 +93,20 @@ def _converted(kind: Any, value: Any) -> Any:
     if origin is float:
         return float(value)
     if origin is tuple:
-        return tuple(_converted(get_args(kind)[0], item) for item in value)
+        return tuple(_convert(get_args(kind)[0], item) for item in value)
     return value
 
 
-def _accepted_values(kind: Any) -> str:
+def _describe_accepted(kind: Any) -> str:
     """Describe the accepted values in words."""
     words: list[str] = []
-    for choice in _choices(kind):
+    for choice in _list_choices(kind):
         origin = get_origin(choice) or choice
         words += get_args(choice) if origin is Literal else [TYPE_DESCRIPTIONS[origin]]
     return " or ".join(words)
 
 
-def _path(inside: str, key: object) -> str:
+def _join_path(inside: str, key: object) -> str:
     return f"{inside}.{key}" if inside else str(key)
 
 
@@ -122,7 +122,7 @@ def require_least(settings: Any, least: int, *names: str) -> None:
     for name in names:
         value = getattr(settings, name)
         fits = value is None or isinstance(value, str) or value >= least
-        otherwise = ", or null for none" if type(None) in _choices(hints[name]) else ""
+        otherwise = ", or null for none" if type(None) in _list_choices(hints[name]) else ""
         require(fits, name, value, f"{least} or more{otherwise}")
 
 

@@ -121,7 +121,7 @@ class Ranks:
             kind = type(error) if isinstance(error, RunError) else OtherRank
             own = kind, f"{type(error).__name__}: {error}"
         try:
-            with _other_ranks_answer():
+            with _require_other_ranks():
                 dist.all_gather_object(failures, own, group=self.group)
         except OtherRank as error:
             raise own_error or error from error
@@ -155,17 +155,17 @@ class Ranks:
 
         It takes one message in host memory, so it is cheap enough for every step.
         """
-        return list(map(int, self._reduced(numbers, "MAX")))
+        return list(map(int, self._reduce(numbers, "MAX")))
 
     def mean(self, number: float) -> float:
         """Return the mean of a number over the ranks."""
-        return self._reduced([number], "SUM")[0] / self.size
+        return self._reduce([number], "SUM")[0] / self.size
 
-    def _reduced(self, numbers: Sequence[float], operation: str) -> list[float]:
+    def _reduce(self, numbers: Sequence[float], operation: str) -> list[float]:
         if self.size == 1:
             return list(numbers)
         found = torch.tensor(numbers, dtype=torch.float64)
-        with _other_ranks_answer():
+        with _require_other_ranks():
             dist.all_reduce(found, getattr(dist.ReduceOp, operation), group=self.group)
         return found.tolist()
 
@@ -180,7 +180,7 @@ class Ranks:
         gathered = [own] * self.size
         if self.together:
             into = gathered if self.first else None
-            with _other_ranks_answer():
+            with _require_other_ranks():
                 dist.gather_object(own, into, group=self.group, group_dst=0)
         return self._scatter(lambda: central(gathered))
 
@@ -189,7 +189,7 @@ class Ranks:
         results: list[Any] = self.all_do(lambda: decide() if self.first else [None])
         own = results[:1]
         if self.together:
-            with _other_ranks_answer():
+            with _require_other_ranks():
                 dist.scatter_object_list(own, results, group=self.group, group_src=0)
         result: ResultT = own[0]
         return result
@@ -207,7 +207,7 @@ def _wait_at_exit() -> None:
 
 
 @contextlib.contextmanager
-def _other_ranks_answer() -> Iterator[None]:
+def _require_other_ranks() -> Iterator[None]:
     """Raise OtherRank where a collective call fails, because a rank ended or does not answer."""
     try:
         yield

@@ -169,11 +169,11 @@ def examine(record: Record) -> Facts:
     """
     last = record[-1].step
     bad, good = ([one for one in record if one.step == step] for step in (last, last - 1))
-    sources = _sources(bad)
-    by_design = _sources(good).keys()
-    norms = [_last_norms(one) for one in (good, bad)]
+    sources = _find_sources(bad)
+    by_design = _find_sources(good).keys()
+    norms = [_read_last_norms(one) for one in (good, bad)]
     return {
-        "operations": [(_shown(one), one.digests) for one in bad if one.kind == "operation"],
+        "operations": [(_select_shown(one), one.digests) for one in bad if one.kind == "operation"],
         "origin": next(
             # Without a good step an infinite argument is taken for that of a mask.
             (it for key, it in sources.items() if key not in by_design and (good or key[-1])),
@@ -185,18 +185,20 @@ def examine(record: Record) -> Facts:
     }
 
 
-def _shown(one: Observation) -> Facts:
+def _select_shown(one: Observation) -> Facts:
     """Return the names by which an operation is shown."""
     within = one.within
-    module = _module(within[0]) or "the model itself" if within else "no module of the model"
+    module = (
+        _describe_module(within[0]) or "the model itself" if within else "no module of the model"
+    )
     return {"phase": one.phase, "module": module, "name": one.name, "line": one.line}
 
 
-def _module(path: str) -> str:
+def _describe_module(path: str) -> str:
     return path.removeprefix("model").removeprefix(".")
 
 
-def _sources(step: Record) -> dict[Key, Facts]:
+def _find_sources(step: Record) -> dict[Key, Facts]:
     """Return what makes NaN or infinity of finite values, in order, by a key for its place.
 
     The last entry of a key is the number of the call, or 0 for an infinite argument, because a good
@@ -212,7 +214,7 @@ def _sources(step: Record) -> dict[Key, Facts]:
                 source = {"phase": "data", "name": f"{name} of the batch", "result": ends}
                 found["data", name] = source | {"place": place}
         elif one.kind == "operation":
-            source = _shown(one)
+            source = _select_shown(one)
             key = tuple(source.values())
             counts[key] += 1
             if makes_not_finite(one.given, list(one.ranges.values())):
@@ -232,11 +234,11 @@ def makes_not_finite(before: Sequence[Range], after: Sequence[Range]) -> bool:
     return has_nan == [False, True]
 
 
-def _last_norms(step: Record) -> dict[str, float]:
+def _read_last_norms(step: Record) -> dict[str, float]:
     return next((one.norms for one in reversed(step) if one.kind == "gradients"), {})
 
 
-def _sizes(step: Record, kind: str) -> dict[str, float]:
+def _read_sizes(step: Record, kind: str) -> dict[str, float]:
     """Return the largest absolute input or output of each module, by the kind of observation."""
     found: dict[str, float] = {}
     for one in step:
@@ -249,7 +251,7 @@ def _sizes(step: Record, kind: str) -> dict[str, float]:
     return found
 
 
-def _ratios(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+def _compute_ratios(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
     return {name: now[name] / one if one else 1.0 for name, one in before.items() if name in now}
 
 
@@ -259,20 +261,20 @@ def growth(good: Record, bad: Record) -> Facts:
     Modules that hold this one grow as it does, so the innermost of those is named that have at
     least half of the growth, in powers of ten.
     """
-    inputs = _ratios(_sizes(good, "enter"), _sizes(bad, "enter"))
-    sizes = _sizes(good, "exit"), _sizes(bad, "exit")
-    gains = {name: one / (inputs.get(name) or 1.0) for name, one in _ratios(*sizes).items()}
+    inputs = _compute_ratios(_read_sizes(good, "enter"), _read_sizes(bad, "enter"))
+    sizes = _read_sizes(good, "exit"), _read_sizes(bad, "exit")
+    gains = {name: one / (inputs.get(name) or 1.0) for name, one in _compute_ratios(*sizes).items()}
     least = math.sqrt(max(gains.values(), default=1.0))
     grown = [name for name, gain in gains.items() if gain >= least]
     inner = [name for name in grown if not any(one.startswith(f"{name}.") for one in grown)]
     named = max(inner, key=lambda name: gains[name], default="")
-    gradients = _ratios(_last_norms(good), _last_norms(bad))
+    gradients = _compute_ratios(_read_last_norms(good), _read_last_norms(bad))
     largest = max(gradients, key=lambda name: gradients[name], default="")
     return {
-        "module": _module(named),
+        "module": _describe_module(named),
         "gain": gains.get(named, 1.0),
         "sizes": [one.get(named, 0.0) for one in sizes],
         "batch": next(iter(inputs.values()), 1.0),
-        "parameter": _module(largest),
+        "parameter": _describe_module(largest),
         "gradient": gradients.get(largest, 1.0),
     }

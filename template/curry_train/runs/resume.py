@@ -94,7 +94,8 @@ def load_chosen(
         else:
             return Resumed(saved, notes, damaged, is_own)
     raise DamagedCheckpoint(
-        f"no requested checkpoint is intact: {'; '.join(damaged.values())}; {_others(chosen)}"
+        f"no requested checkpoint is intact: {'; '.join(damaged.values())}; "
+        f"{_describe_others(chosen)}"
     )
 
 
@@ -131,15 +132,15 @@ def choose(
         if not inside and not any((other.root / kind).is_dir() for kind in CHECKPOINT_KINDS):
             raise ValueError(
                 f"{text!r} is neither a checkpoint nor a run: give latest, best, a step such as "
-                f"500, before-500, a run's folder, or RUN@STEP; {_others(run)}"
+                f"500, before-500, a run's folder, or RUN@STEP; {_describe_others(run)}"
             )
         return choose(other, inside or "latest", config=config)
     if not found:
-        raise NothingSaved(f"{run.root} holds {missing}; {_others(run)}")
+        raise NothingSaved(f"{run.root} holds {missing}; {_describe_others(run)}")
     return run.root, found
 
 
-def _others(run: SavedRun) -> str:
+def _describe_others(run: SavedRun) -> str:
     steps = sorted({saved.step for saved in run.states()})
     if not steps:
         return "nothing else is saved"

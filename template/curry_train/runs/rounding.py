@@ -96,13 +96,13 @@ class Exchange:
                 value = torch.load(self._path(wanted)).to(tensor.device, tensor.dtype)
                 distances[name] = distances_of(tensor.detach(), value)
                 if value.shape == tensor.shape:
-                    values[name] = self._noisy(value, epsilon).to(tensor.dtype)
+                    values[name] = self._add_noise_to(value, epsilon).to(tensor.dtype)
         return distances, values
 
     def _path(self, digest: str) -> Path:
         return self.folder / digest.replace(" ", "").replace(":", "-")
 
-    def _noisy(self, value: Tensor, epsilon: float) -> Tensor:
+    def _add_noise_to(self, value: Tensor, epsilon: float) -> Tensor:
         if self.noise is None or not value.is_floating_point():
             return value
         draws = torch.rand(value.shape, dtype=torch.float64, generator=self.generator)
@@ -118,7 +118,7 @@ class Exchange:
         for one in tree_leaves(output):
             is_float = isinstance(one, Tensor) and one.is_floating_point()
             if is_float and is_plain(one) and 0 not in one.stride():
-                one.copy_(self._noisy(one, max(torch.finfo(one.dtype).eps, self.coarser)))
+                one.copy_(self._add_noise_to(one, max(torch.finfo(one.dtype).eps, self.coarser)))
 
 
 def distances_of(tensor: Tensor, value: Tensor) -> Distances:

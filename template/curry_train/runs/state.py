@@ -129,7 +129,7 @@ class TrainingState:
         }
         content = encode(self.content(self.parts.keys() - own_parts), tensors)
         prefix = f"rank-{ranks.rank}."
-        own = {"random": take_random_state(self.generators), **self._of_parts(own_parts)}
+        own = {"random": take_random_state(self.generators), **self._read_parts(own_parts)}
         of_rank = encode(own, tensors, prefix=prefix)
 
         # An average of weights changes only after a step; a loader's state may change at once.
@@ -155,7 +155,7 @@ class TrainingState:
             "content": content,
             "step": self.step,
             "position": self.position,
-            "config": _as_json(self.config),
+            "config": _to_json(self.config),
             "world_size": ranks.size,
             "threads": torch.get_num_threads(),
         }
@@ -164,13 +164,13 @@ class TrainingState:
     def content(self, parts: Collection[str]) -> Facts:
         """Return what is saved of the model, the optimizers and these parts, by its names."""
         named = bare_names(self.model, self.model.state_dict())
-        found = {MODEL_PREFIX + name: _once(value) for name, value in named.items()}
+        found = {MODEL_PREFIX + name: _to_saved_form(value) for name, value in named.items()}
         names = parameter_names(self.model)
         for number, optimizer in enumerate(self.optimizers):
-            found |= _of_optimizer(optimizer, names, f"{OPTIMIZER_PREFIX}{number}")
-        return found | self._of_parts(parts)
+            found |= _read_optimizer(optimizer, names, f"{OPTIMIZER_PREFIX}{number}")
+        return found | self._read_parts(parts)
 
-    def _of_parts(self, names: Collection[str]) -> Facts:
+    def _read_parts(self, names: Collection[str]) -> Facts:
         return {PART_PREFIX + name: self.parts[name].state_dict() for name in sorted(names)}
 
     def restore_random(self) -> list[str]:
@@ -186,7 +186,7 @@ class TrainingState:
         return restore_random_state(state, self.generators)
 
 
-def _of_optimizer(optimizer: Optimizer, names: Mapping[Any, str], place: str) -> Facts:
+def _read_optimizer(optimizer: Optimizer, names: Mapping[Any, str], place: str) -> Facts:
     """Return an optimizer's groups by `place`, and its state of a parameter by the name of that."""
     kind = type(optimizer).__name__
     if additional := set(optimizer.state_dict()) - {"state", "param_groups"}:
@@ -219,7 +219,7 @@ def _of_optimizer(optimizer: Optimizer, names: Mapping[Any, str], place: str) ->
     return {place: whole, **found}
 
 
-def _as_json(config: Any) -> Any:
+def _to_json(config: Any) -> Any:
     """Return a configuration in numbers, text, lists and mappings; other values as text."""
     return json.loads(json.dumps(config, default=str, skipkeys=True))
 
@@ -229,7 +229,7 @@ def _as_json(config: Any) -> Any:
 _NO_STATE = "the saved state is not that of a training run"
 
 
-def _new_tensor(found: Stored, saved: Tensor, parameter: Tensor | None) -> Tensor:
+def _make_tensor(found: Stored, saved: Tensor, parameter: Tensor | None) -> Tensor:
     """Return a tensor where a parameter is, whose state it belongs to.
 
     Without one: on the current device of the kind that it was on, or on the host.
@@ -282,8 +282,8 @@ class Load:
 
     def _match(self, current: Values, *, strict: bool) -> None:
         """Compare what is saved with the current state; raise StateMismatch, or note the rest."""
-        was = self._descriptions(self._saved, self._contents.tensors)
-        now = self._descriptions(current, self._own)
+        was = self._describe_all(self._saved, self._contents.tensors)
+        now = self._describe_all(current, self._own)
         fitting = [name for name in was if was[name] == now.get(name)]
         different = []
         for name in {**was, **now}:
@@ -306,12 +306,12 @@ class Load:
         if self._model_only:
             self._saved = {name: self._saved[name] for name in fitting}
 
-    def _descriptions(self, content: Values, tensors: Values) -> dict[str, str]:
+    def _describe_all(self, content: Values, tensors: Values) -> dict[str, str]:
         """Describe what has to be equal: shapes, dtypes, ties, groups and parts."""
         found: dict[str, str] = {}
         for name, item in content.items():
             if name.startswith(MODEL_PREFIX):
-                found[name] = _description(name, item, tensors)
+                found[name] = _describe_entry(name, item, tensors)
             elif self._model_only:
                 continue
             elif name.startswith(PART_PREFIX):
@@ -319,7 +319,7 @@ class Load:
                 is_module = name.removeprefix(PART_PREFIX) in self._modules
                 for key, entry in item.items() if is_module else ():
                     inner = f"{name}/{name_component(key)}"
-                    found[inner] = _description(inner, entry, tensors)
+                    found[inner] = _describe_entry(inner, entry, tensors)
             elif name.startswith(OPTIMIZER_PREFIX) and not _OF_PARAMETERS.match(name):
                 found[name] = item["class"]
                 for index, group in enumerate(item["groups"]):
@@ -330,7 +330,9 @@ class Load:
         """Choose the tensors to fill: own ones that fit in place, and new ones."""
         # The parameters at which new tensors of their state are made.
         homes: dict[str, Tensor] = {}
-        for _, group, parameter, name, place in () if self._model_only else self._with_state():
+        for _, group, parameter, name, place in (
+            () if self._model_only else self._iterate_with_state()
+        ):
             was_moved = self._saved[MODEL_PREFIX + name].device is not None
             # Torch keeps `step` on the host, except with capturable or fused.
             keeps_step = not (group.get("capturable") or group.get("fused"))
@@ -348,7 +350,7 @@ class Load:
                 or not saved.shape == target.shape == each_once(target).shape
                 or saved.dtype != target.dtype
             ):
-                target = _new_tensor(found, saved, homes.get(found.name))
+                target = _make_tensor(found, saved, homes.get(found.name))
             self.targets[found.name] = target
         if self._contents.values["world_size"] == self._ranks.size:
             # This rank's own copy of a buffer, in place of the first rank's.
@@ -357,7 +359,7 @@ class Load:
                 if own_name in self._contents.tensors:
                     self.targets[own_name] = self.targets.pop(name)
 
-    def _with_state(self) -> Iterator[tuple[Optimizer, Values, Tensor, str, str]]:
+    def _iterate_with_state(self) -> Iterator[tuple[Optimizer, Values, Tensor, str, str]]:
         """Yield the parameters that have saved state, with their optimizer and group.
 
         The last two are the names of the parameter and of its state.
@@ -388,7 +390,7 @@ class Load:
                 for group, was in zip(optimizer.param_groups, saved["groups"], strict=True):
                     if not state.keeps_settings:
                         group.update({**was, "params": group["params"]})
-            for optimizer, _, parameter, _, place in self._with_state():
+            for optimizer, _, parameter, _, place in self._iterate_with_state():
                 optimizer.state[parameter] = {**found[place]}
         for parameter in state.model.parameters():
             parameter.grad = None
@@ -402,7 +404,7 @@ class Load:
                 ) from error
         state.step = self._contents.values["step"]
         state.position = self._contents.values["position"]
-        notes += self._changes_of_the_run()
+        notes += self._list_changes_of_run()
         state.loaded_random = (found["random"], self._is_new_rank)
         notes += state.restore_random()
 
@@ -415,14 +417,14 @@ class Load:
             is_stored = isinstance(self._saved.get(name), Stored)
             if is_stored and not name.endswith(EXTRA_STATE_SUFFIX):
                 filled = found[name]
-                if memory_of(_once(value)) != memory_of(filled) and filled.numel():
+                if memory_of(_to_saved_form(value)) != memory_of(filled) and filled.numel():
                     late[full] = filled
             elif name in found:
                 late[full] = found[name]
         if late:
             model.load_state_dict(late, strict=False)
 
-    def _changes_of_the_run(self) -> list[str]:
+    def _list_changes_of_run(self) -> list[str]:
         """Return notes on how the run differs from the one that saved the state."""
         values = self._contents.values
         size = self._ranks.size
@@ -437,7 +439,7 @@ class Load:
             notes.append(restore_threads(values["threads"], may_restore=may_restore))
         texts = [
             f"{one['name']}: {one['a']!r:.60} -> {one['b']!r:.60}"
-            for one in changes(values["config"], _as_json(self._state.config))
+            for one in changes(values["config"], _to_json(self._state.config))
             # A new setting that is not set changes nothing.
             if (one["a"], one["b"]) != (ABSENT_VALUE, None)
         ]
@@ -446,7 +448,7 @@ class Load:
         return notes
 
 
-def _description(name: str, item: Any, tensors: Values) -> str:
+def _describe_entry(name: str, item: Any, tensors: Values) -> str:
     """Describe what has to be equal of an entry: a shape and dtype, or a tie."""
     if name.endswith(EXTRA_STATE_SUFFIX):
         # It may have another form at each save.
@@ -460,7 +462,7 @@ def _description(name: str, item: Any, tensors: Values) -> str:
     return f"a {type(item).__name__}"
 
 
-def _once(value: Any) -> Any:
+def _to_saved_form(value: Any) -> Any:
     """Return a tensor as it is saved: of a plain class, and each element in memory once."""
     if not isinstance(value, Tensor):
         return value

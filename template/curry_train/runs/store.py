@@ -224,7 +224,7 @@ class Store(SavedRun):
             for path in [*(self.root / kind).iterdir()]:
                 if LEFTOVER_PATTERN.fullmatch(path.name):
                     remove_folder(path)
-        self._point()
+        self._write_latest()
 
     def close(self) -> None:
         """Release the lock."""
@@ -302,7 +302,7 @@ class Store(SavedRun):
         # From here on the checkpoint is committed, and an error does not undo it.
         try:
             sync_folder(self.root / saved.kind)
-            self._point()
+            self._write_latest()
             for path in removed:
                 remove_folder(path)
         except OSError as error:
@@ -336,7 +336,7 @@ class Store(SavedRun):
         removed = self._set_aside(folder)
         sync_folder(removed.parent)
         remove_folder(removed)
-        self._point()
+        self._write_latest()
 
     def _set_aside(self, folder: str) -> Path:
         """Hide a folder that is to be removed, if there is one; the next opening removes it too."""
@@ -363,6 +363,6 @@ class Store(SavedRun):
         folder.mkdir(parents=True)
         return folder
 
-    def _point(self) -> None:
+    def _write_latest(self) -> None:
         newest = self.latest()
         point(self.root / LATEST_POINTER, None if newest is None else newest.folder)

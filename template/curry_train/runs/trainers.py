@@ -78,19 +78,19 @@ def commit_folder(folder: StrPath) -> Path:
 def _sweep(final: Path) -> None:
     """Remove what interrupted saves of this name, and interrupted deletions, left beside it."""
     for path in final.parent.iterdir():
-        if _final_of(path) == final != path or LEFT_PATTERN.fullmatch(path.name):
+        if _find_final_name(path) == final != path or LEFT_PATTERN.fullmatch(path.name):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
 
 
-def _hidden(path: Path) -> Path:
+def _make_hidden_name(path: Path) -> Path:
     """Return a new name beside a checkpoint, which hides it from the library."""
     return path.with_name(f".{path.name}.hidden-{secrets.token_hex(4)}")
 
 
-def _final_of(path: Path) -> Path:
+def _find_final_name(path: Path) -> Path:
     """Return the name of a checkpoint that may be hidden."""
     return path.with_name(HIDDEN_PATTERN.sub(r"\g<name>", path.name))
 
@@ -102,7 +102,7 @@ def commit_file(staged: Path, final: Path) -> None:
     with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
         before = read_commit(final)
         manifest = dataclasses.replace(manifest, before=(*before.files[final.name], before.date))
-    write(_manifest_of(final), manifest.render())
+    write(_find_manifest(final), manifest.render())
     staged.replace(final)
     sync_folder(final.parent)
     _sweep(final)
@@ -116,7 +116,7 @@ def newest_whole(folder: StrPath) -> str | None:
     """
 
     def find() -> str | None:
-        commits = _commits(Path(folder))
+        commits = _find_commits(Path(folder))
         for commit in sorted(commits, key=lambda one: one.date, reverse=True):
             try:
                 verify_commit(commit)
@@ -129,7 +129,7 @@ def newest_whole(folder: StrPath) -> str | None:
     return Ranks.on_the_host().agree(find)
 
 
-def _commits(folder: Path) -> Iterator[SavedCheckpoint]:
+def _find_commits(folder: Path) -> Iterator[SavedCheckpoint]:
     """Yield what is committed below a folder, such as in `lightning_logs/version_0/checkpoints`."""
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or LEFT_PATTERN.fullmatch(path.name):
@@ -145,7 +145,7 @@ def _commits(folder: Path) -> Iterator[SavedCheckpoint]:
 
 def read_commit(path: Path) -> SavedCheckpoint:
     """Read the manifest of a folder or a file; raise FileNotFoundError if it has none."""
-    manifest = parse_manifest(read(_manifest_of(path)))
+    manifest = parse_manifest(read(_find_manifest(path)))
     if manifest.kind != FOREIGN_KIND:
         raise DamagedCheckpoint(f"its manifest is one of {manifest.kind!r:.40}, not of a trainer")
     # A crash between manifest and rename leaves the file that was there before.
@@ -157,7 +157,7 @@ def read_commit(path: Path) -> SavedCheckpoint:
     return dataclasses.replace(manifest, location=path)
 
 
-def _manifest_of(path: Path) -> Path:
+def _find_manifest(path: Path) -> Path:
     if path.is_dir():
         return path / MANIFEST_FILE_NAME
     return path.with_name(f"{path.name}.{MANIFEST_FILE_NAME}")
@@ -165,7 +165,7 @@ def _manifest_of(path: Path) -> Path:
 
 def _show(path: Path) -> Path:
     """Give a committed checkpoint its name, in place of another one; return its path."""
-    final = _final_of(path)
+    final = _find_final_name(path)
     # Another process that looked for the newest checkpoint may have renamed it just now.
     if final != path and path.exists():
         if final.exists():
@@ -196,14 +196,14 @@ def _commit_in_place(
     if not limit or limit < 0:
         return final
     folders = sorted(one for one in final.parent.glob(pattern) if one.is_dir())
-    folders.sort(key=_date_of)
+    folders.sort(key=_read_date)
     spare = [path for path in folders[:-1] if path != keep]
     for path in spare[: max(0, len(folders) - limit)]:
         _remove(path)
     return final
 
 
-def _date_of(path: Path) -> str:
+def _read_date(path: Path) -> str:
     """Return when a folder was committed; nothing for one that was not."""
     with contextlib.suppress(FileNotFoundError, DamagedCheckpoint):
         return read_commit(path).date
@@ -317,7 +317,7 @@ class _HuggingFaceCommits:
 def _hide(path: Path) -> None:
     """Rename a committed checkpoint, so that a new save can't destroy it."""
     if (path / MANIFEST_FILE_NAME).is_file():
-        path.rename(_hidden(path))
+        path.rename(_make_hidden_name(path))
 
 
 def _commit_accelerator(accelerator: Any) -> None:
@@ -336,7 +336,7 @@ def _commit_accelerator(accelerator: Any) -> None:
                 raise ValueError(
                     "save_state needs a folder, unless automatic_checkpoint_naming is on"
                 )
-            place = ranks.agree(lambda: str(_hidden(Path(output_dir))))
+            place = ranks.agree(lambda: str(_make_hidden_name(Path(output_dir))))
         kept = limit if names else None
         return ranks.collect(
             lambda: save(place, *args, **options),
@@ -362,7 +362,7 @@ def _save_committed(save: Any, checkpoint: Any, path: Any, storage_options: Any 
         raise ValueError(f"{path} is no local path: only local checkpoints are committed")
     final = Path(path)
     final.parent.mkdir(parents=True, exist_ok=True)
-    staged = _hidden(final)
+    staged = _make_hidden_name(final)
     save(checkpoint, str(staged), storage_options=storage_options)
     commit_file(staged, final)
 
@@ -375,7 +375,7 @@ def _load_verified(load: Any, path: Any, *args: Any, **options: Any) -> Any:
 
 def _remove_committed(remove: Any, path: Any) -> None:
     remove(path)
-    _manifest_of(Path(path)).unlink(missing_ok=True)
+    _find_manifest(Path(path)).unlink(missing_ok=True)
 
 
 COMMITS: dict[str, Callable[[Any], None]] = {
@@ -535,25 +535,25 @@ class _AcceleratorJournal(_WatchedJournal):
         accelerator.register_load_state_pre_hook(self._load)
         replace_calls(
             accelerator,
-            backward=self._backward,
+            backward=self._on_backward,
             clip_grad_norm_=self._clip,
             end_training=self._end,
         )
 
-    def _backward(self, backward: Callable[..., Any], loss: Any, **options: Any) -> None:
+    def _on_backward(self, backward: Callable[..., Any], loss: Any, **options: Any) -> None:
         backward(loss, **options)
         # As Accelerate divides it for the gradient.
         mean = loss.detach().float() / self._accelerator.gradient_accumulation_steps
         self.losses.append(mean)
         if not self._has_hook:
-            self._accelerator._optimizers[0].optimizer.register_step_post_hook(self._stepped)
+            self._accelerator._optimizers[0].optimizer.register_step_post_hook(self._on_step)
             self._has_hook = True
 
     def _clip(self, clip: Callable[..., Any], *args: Any, **options: Any) -> Any:
         self._norm = clip(*args, **options)
         return self._norm
 
-    def _stepped(self, optimizer: Any, args: Any, options: Any) -> None:
+    def _on_step(self, optimizer: Any, args: Any, options: Any) -> None:
         if not self.losses:
             return
         self._begin()
@@ -578,7 +578,7 @@ class _AcceleratorJournal(_WatchedJournal):
         place = Path(folder).resolve()
         if self._accelerator.is_main_process:
             (place / STEP_FILE_NAME).write_text(json.dumps(self._step))
-        self.journal.write("save", step=self._step, checkpoint=str(_final_of(place)))
+        self.journal.write("save", step=self._step, checkpoint=str(_find_final_name(place)))
 
     def _load(self, models: Any, folder: str) -> None:
         """Go on from the step that a state was saved at."""

@@ -172,7 +172,7 @@ def each_once(tensor: Tensor) -> Tensor:
 
 def _encode_leaf(tensor: Any, name: str, tensors: CollectedTensors) -> Any:
     if not isinstance(tensor, Tensor):
-        return tensor if _is_simple(tensor) else _came_back(tensor, name)
+        return tensor if _is_simple(tensor) else _restore_value(tensor, name)
     if type(tensor) not in _PLAIN_CLASSES and not hasattr(tensor, "to_local"):
         advice = BASE_ADVICE if name.startswith("model.") else CONVERT_ADVICE
         refuse_value(name, f"a {type(tensor).__name__}, a tensor of its own class,", advice=advice)
@@ -182,7 +182,7 @@ def _encode_leaf(tensor: Any, name: str, tensors: CollectedTensors) -> Any:
     if not is_plain(tensor):
         if tensor.layout is not torch.strided:
             tensors.inline[name] = dense_parts(tensor)[-1]
-        return _came_back(tensor.detach(), name)
+        return _restore_value(tensor.detach(), name)
     stored = tensors.add(tensor.detach().resolve_conj().resolve_neg(), name)
     device = None if tensor.device.type == "cpu" else tensor.device.type
     is_leaf = tensor.requires_grad and tensor.is_leaf
@@ -206,17 +206,17 @@ def encode(content: Values, tensors: CollectedTensors, *, prefix: str = "") -> F
     """
     write = functools.partial(_encode_leaf, tensors=tensors)
     try:
-        return {name: _with_leaves(value, write, prefix + name) for name, value in content.items()}
+        return {name: _map_leaves(value, write, prefix + name) for name, value in content.items()}
     except RecursionError as error:
         raise ValueError("a value that contains itself can't be saved") from error
 
 
-def _with_leaves(value: Any, change: Callable[[Any, str], Any], name: str) -> Any:
+def _map_leaves(value: Any, change: Callable[[Any, str], Any], name: str) -> Any:
     """Return a copy of nested containers with changed leaves; `change` gets their names too."""
     if _is_leaf(value):
         return change(value, name)
     items = value.items() if isinstance(value, dict) else enumerate(value)
-    made = {key: _with_leaves(one, change, f"{name}/{name_component(key)}") for key, one in items}
+    made = {key: _map_leaves(one, change, f"{name}/{name_component(key)}") for key, one in items}
     if not isinstance(value, dict):
         return type(value)(made.values())
     # With the versions of modules, which `load_state_dict` reads in an attribute of a state.
@@ -238,7 +238,7 @@ def _is_simple(value: Any) -> bool:
     return is_short or type(value) in _SIMPLE_TYPES
 
 
-def _came_back(value: Any, name: str) -> Any:
+def _restore_value(value: Any, name: str) -> Any:
     """Return the copy of a value that a file gives back, of the same type."""
     dtype = f" of dtype {value.dtype!s:.60}" if hasattr(value, "dtype") else ""
     what = f"a {type(value).__name__}{dtype}"
@@ -263,7 +263,7 @@ def decode(content: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tensor.requires_grad_() if one.requires_grad else tensor
 
     with reading("a saved value can't be read", RuntimeError):
-        return _with_leaves(content, read, "")
+        return _map_leaves(content, read, "")
 
 
 def references(content: Any) -> list[Stored]:
@@ -297,10 +297,10 @@ def load(data: bytes) -> Any:
     with torch.serialization.safe_globals(ALLOWED), warnings.catch_warnings():
         # Some layouts of tensors warn that they are prototypes.
         warnings.simplefilter("ignore")
-        return torch.load(io.BytesIO(data), weights_only=True, map_location=_here)
+        return torch.load(io.BytesIO(data), weights_only=True, map_location=_place_storage)
 
 
-def _here(storage: Any, location: str) -> Any:
+def _place_storage(storage: Any, location: str) -> Any:
     """Return the storage on this process's GPU if it was on one, else on the host."""
     if location.startswith("cuda") and torch.cuda.is_available():
         return storage.cuda()
