@@ -331,5 +331,5 @@ def test_compiled_code_is_for_the_device_of_the_parameters(monkeypatch):
     )
     sample = SimpleNamespace(blocks=None, batch=None)
     for model in (on_cuda, nn.Linear(1, 1)):
-        strategies._memory_budget(model, sample)
+        strategies._apply_memory_budget(model, sample)
     assert [options["backend"] for options in used] == ["inductor", "aot_eager"]

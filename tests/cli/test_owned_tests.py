@@ -54,7 +54,7 @@ FAULTS = {
         ("self.targets == options.ignore_index", "self.targets == -100"),
     ],
     "grad-flow": [
-        ("if not (self._read_at and self._with_gradient() <= self._read):", "if True:"),
+        ("if not (self._read_at and self._find_with_gradient() <= self._read):", "if True:"),
         ("self.next_step % self.every == 0", "self.next_step % 1 == 0"),
     ],
 }

@@ -178,7 +178,7 @@ def test_compiled_blocks_keep_the_operations_of_the_policy():
 
 
 def test_operations_are_found_by_text_and_packet_where_torch_has_them():
-    assert sac.find_operations(["torch.ops.aten.mm"]) == sac._overloads("aten", "mm", "absent")
+    assert sac.find_operations(["torch.ops.aten.mm"]) == sac._find_overloads("aten", "mm", "absent")
     attend = torch.ops.higher_order.flex_attention
     kernels = [
         getattr(aten, f"_scaled_dot_product_{name}_attention")

@@ -52,14 +52,14 @@ def bench_table(bench: Bench) -> str:
     rows = [row for row in bench.rows if row.outcome == MEASURED_OUTCOME]
     blocks = [
         fill_screen("\n".join(setup), indent=""),
-        table([heads, *map(_cells, rows)]),
-        fill_screen("\n".join(_remarks(bench))),
-        fill_screen("\n".join(_legend(bench))),
+        table([heads, *map(_format_cells, rows)]),
+        fill_screen("\n".join(_list_remarks(bench))),
+        fill_screen("\n".join(_write_legend(bench))),
     ]
     return "\n\n".join(filter(None, blocks))
 
 
-def _cells(row: Figures) -> list[str]:
+def _format_cells(row: Figures) -> list[str]:
     step = row.step
     assert step is not None  # as a row that was measured has it
     scale = 1000 if step.median < 1 else 1
@@ -76,7 +76,7 @@ def _cells(row: Figures) -> list[str]:
     ]
 
 
-def _remarks(bench: Bench) -> Iterator[str]:
+def _list_remarks(bench: Bench) -> Iterator[str]:
     verdicts = {row.name: row.ratio.verdict for row in bench.rows if row.ratio is not None}
     alike = [name for name, verdict in verdicts.items() if verdict == NO_DIFFERENCE_VERDICT]
     if alike:
@@ -93,7 +93,7 @@ def _remarks(bench: Bench) -> Iterator[str]:
     yield from bench.notes
 
 
-def _legend(bench: Bench) -> Iterator[str]:
+def _write_legend(bench: Bench) -> Iterator[str]:
     yield "ratio: median of step time over the plain step of the same round, with interval"
     yield "MiB: peak memory of a step, weights and optimizer state included"
     known = [row for row in bench.rows if row.peak_flops_per_second]
@@ -112,7 +112,7 @@ def _legend(bench: Bench) -> Iterator[str]:
 FLOPS_PER_TFLOP = 1e12
 
 
-def _peak(text: str) -> float | str:
+def _parse_peak(text: str) -> float | str:
     if text == MEASURED_PEAK:
         return text
     try:
@@ -139,7 +139,7 @@ def bench_command(
         f"{', '.join(OPTIMIZERS)}, bytes per parameter; default: own or adamw.", "NAME"
     ),
     peak: float | str | None = option(
-        "Or measured, for MFU and HFU; default: the data sheet.", "TFLOPS", parse=_peak
+        "Or measured, for MFU and HFU; default: the data sheet.", "TFLOPS", parse=_parse_peak
     ),
     plot_path: str | None = plot_option("Draw times and peaks as PNG; needs matplotlib."),
     asked: CaseOptions = together(CaseOptions),

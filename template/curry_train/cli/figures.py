@@ -73,7 +73,7 @@ STYLE: Any = {
 
 
 @contextlib.contextmanager
-def _picture(
+def _open_picture(
     path: str | Path, width: float, height: float, title: str, note: str = ""
 ) -> Iterator[Any]:
     """Provide an empty figure with its title, and a note below; write it as PNG at the end."""
@@ -97,13 +97,13 @@ TRADE_NOTE = "mark: the median; thin line: its 95% interval; dashed: the Pareto 
 RATIO_AXIS = "step time / that of the plain step in the same round"
 
 
-def _time(row: SetupRow) -> Ratio | None:
+def _step_ratio(row: SetupRow) -> Ratio | None:
     """Return the ratio of the step time to the plain step's, None if that was not measured."""
     is_plain = row.name in (PLAIN_LEVER.name, REFERENCE_STRATEGY)
     return Ratio(1.0, None, None, None) if is_plain else row.ratio
 
 
-def _flops(row: SavingsRow) -> Ratio:
+def _flop_ratio(row: SavingsRow) -> Ratio:
     return Ratio(100 * (row.recompute_ratio or 0), None, None, None)
 
 
@@ -121,7 +121,7 @@ def _plot_trades(
     names = list(dict.fromkeys(row.name for rows in cases.values() for row in rows))
     marks = {}
     width, height = 3.5 + 4 * len(costs), 0.5 + 4 * len(cases)
-    with _picture(path, width, height, title, TRADE_NOTE) as figure:
+    with _open_picture(path, width, height, title, TRADE_NOTE) as figure:
         grid = figure.subplots(len(cases), len(costs), squeeze=False)
         panels = itertools.product(cases.items(), costs.items())
         for axes, ((case, rows), (axis, cost_of)) in zip(grid.flat, panels, strict=True):
@@ -151,7 +151,9 @@ def plot_bench(bench: Bench, path: str | Path) -> None:
         f"{bench.workload}, batch size {bench.batch_size}, {bench.dtype}, {bench.optimizer}, on "
         f"{bench.device}: one optimizer step"
     )
-    _plot_trades(path, title, {"": [row for row in bench.rows if row.step]}, {RATIO_AXIS: _time})
+    _plot_trades(
+        path, title, {"": [row for row in bench.rows if row.step]}, {RATIO_AXIS: _step_ratio}
+    )
 
 
 def plot_savings(rows: Sequence[SavingsRow], path: str | Path, *, device: str) -> None:
@@ -160,7 +162,7 @@ def plot_savings(rows: Sequence[SavingsRow], path: str | Path, *, device: str) -
     measured = [row for row in rows if row.outcome == MEASURED_OUTCOME and not row.stays_here]
     by_case = itertools.groupby(measured, key=lambda row: row.label)
     cases = {label: list(shown) for label, shown in by_case}
-    costs = {RATIO_AXIS: _time, "recomputed FLOPs, % of one forward": _flops}
+    costs = {RATIO_AXIS: _step_ratio, "recomputed FLOPs, % of one forward": _flop_ratio}
     _plot_trades(path, title, cases, costs)
 
 
@@ -191,12 +193,14 @@ def plot_flow(records: Sequence[StepFlow], path: str | Path, *, title: str) -> N
     names = list(records[-1].layers)
     height = min(22.0, max(3.4, 1.8 + 0.17 * len(names)))
     width = 11 + 0.07 * max(map(len, names))
-    with _picture(path, width, height, title) as figure:
+    with _open_picture(path, width, height, title) as figure:
         from matplotlib.patches import Patch
 
         panels = figure.subplots(1, len(PANELS), sharey=True)
         for axes, (kind, label) in zip(panels, PANELS.items(), strict=True):
-            cells = [[_cell(record.layers[name], kind) for record in records] for name in names]
+            cells = [
+                [_read_cell(record.layers[name], kind) for record in records] for name in names
+            ]
             image = _draw_cells(axes, numpy.array(cells, dtype=float))
             bar = figure.colorbar(image, ax=axes, location="top", shrink=0.9, pad=0.01, aspect=30)
             bar.set_label(label)
@@ -216,7 +220,7 @@ def plot_flow(records: Sequence[StepFlow], path: str | Path, *, title: str) -> N
         figure.legend(handles=legend, loc="outside lower right", ncols=3)
 
 
-def _cell(layer: LayerFlow, kind: str) -> float | None:
+def _read_cell(layer: LayerFlow, kind: str) -> float | None:
     """Return the drawn figure of a layer: infinite where a value is not finite, None: not seen."""
     found: Any = getattr(layer, kind)
     if found is None:
@@ -253,7 +257,7 @@ def plot_course(course: MemoryCourse, path: str | Path) -> None:
     """Write a PNG: bytes by owner over the record; the legend has those at its peak."""
     at_peak = {owner: sizes[course.peak_place] for owner, sizes in course.owners.items()}
     total = max(sum(at_peak.values()), 1)
-    with _picture(path, 11, 4.6, course.title) as figure:
+    with _open_picture(path, 11, 4.6, course.title) as figure:
         axes = figure.add_subplot()
         for number, (phase, start, end) in enumerate(course.phases):
             axes.axvspan(start, end, color=("#F4F4F4", "#FFFFFF")[number % 2], zorder=0)
@@ -311,7 +315,7 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> None:
     most = round(WIDEST_BUDGET_RATIO * plan.budget_bytes)
     step = round(POINT_SPACING_FRACTION * plan.budget_bytes)
     microbatches = sorted({row.microbatch for row in plan.candidates})
-    with _picture(path, 10, 5.6, title, PLAN_PLOT_NOTE) as figure:
+    with _open_picture(path, 10, 5.6, title, PLAN_PLOT_NOTE) as figure:
         axes = figure.add_subplot()
         for row in sorted(plan.candidates, key=lambda row: (row.microbatch, row.chunked_loss)):
             front = trade_off(planner, row, most, step_bytes=step)
@@ -411,7 +415,7 @@ def plot_runs(histories: Sequence[History], path: str | Path) -> None:
     labels |= {"learning_rate": "learning rate", "peak_bytes": "peak, GiB"}
     heights = [3.4, *[1.2] * (len(labels) - 1), 0.25 + 0.14 * min(len(drawn), MOST_NAMED)]
     title = f"{len(drawn)} runs" if len(drawn) > 1 else shorten(drawn[0].name)
-    with _picture(path, 11, sum(heights) + 1.5, title) as figure:
+    with _open_picture(path, 11, sum(heights) + 1.5, title) as figure:
         panels = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
         for axes, (name, label) in zip(panels, labels.items(), strict=False):
             # The runs with a name are drawn last, over the others.

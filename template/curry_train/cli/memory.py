@@ -86,11 +86,11 @@ def owners_of_device(owned: OwnedBlocks) -> Facts:
             }
             for index, event in history.out_of_memory()
         ],
-        "notes": list(_notes(owned)),
+        "notes": list(_list_notes(owned)),
     }
 
 
-def _notes(owned: OwnedBlocks) -> Iterator[str]:
+def _list_notes(owned: OwnedBlocks) -> Iterator[str]:
     """Yield what the record lacks."""
     history = owned.history
     if not history.events:
@@ -131,30 +131,30 @@ def text_of_device(name: str, found: Facts) -> str:
 
     rows = [["owner at the peak", "MiB", "share"]]
     for owner, size in found["owners"]:
-        rows.append(_row(owner, size, whole))
+        rows.append(_format_row(owner, size, whole))
         for line in found["lines"][:MOST_LINES]:
             if line["owner"] == owner:
                 blocks = "" if line["blocks"] == 1 else f" ({line['blocks']} blocks)"
                 code = printable(line["line"], longest=NAME_WIDTH - 2 - len(blocks))
-                rows.append(_row(f"  {code}{blocks}", line["bytes"], whole))
-    free = _mib(found["reserved_free_bytes"])
+                rows.append(_format_row(f"  {code}{blocks}", line["bytes"], whole))
+    free = _format_mib(found["reserved_free_bytes"])
     rows.append([f"{FREE_OWNER} (reserved, not allocated)", free, ""])
 
     lowering = [["what lowers the peak, by replay", "allocated", "reserved MiB"]]
     for lever in found["levers"]:
         saved = (lever["allocated_saved_bytes"], lever["reserved_saved_bytes"])
-        lowering.append([lever["change"], *map(_mib, saved)])
+        lowering.append([lever["change"], *map(_format_mib, saved)])
     if not found["levers"]:
         lowering.append(["nothing that is known here takes off 0.5%", "", ""])
     return "\n".join([*lines, f"\n{table(rows)}", f"\n{table(lowering)}"])
 
 
-def _mib(num_bytes: int) -> str:
+def _format_mib(num_bytes: int) -> str:
     return f"{num_bytes / BYTES_PER_MIB:,.3f}"
 
 
-def _row(name: str, size: int, whole: int) -> list[str]:
-    return [name, _mib(size), f"{size / max(whole, 1):.1%}"]
+def _format_row(name: str, size: int, whole: int) -> list[str]:
+    return [name, _format_mib(size), f"{size / max(whole, 1):.1%}"]
 
 
 # The output of the command: its text, the results for `--json`, and the course to draw.
@@ -216,7 +216,7 @@ def memory_command(
 
 
 @contextlib.contextmanager
-def _case_to_measure(
+def _choose_case(
     spec: str, asked: CaseOptions, *, on_shapes: bool
 ) -> Iterator[tuple[Case, str | None]]:
     """Provide the case, and why it has no values if it runs on shapes.
@@ -237,7 +237,7 @@ def _case_to_measure(
 
 def measure_model(spec: str, asked: CaseOptions, *, on_shapes: bool) -> Report:
     """Measure one training step of a model, to find out what holds its memory."""
-    with _case_to_measure(spec, asked, on_shapes=on_shapes) as (case, why):
+    with _choose_case(spec, asked, on_shapes=on_shapes) as (case, why):
         workload = case.workload
         module = case.build()
         batch, loss = case.batch_and_loss

@@ -128,7 +128,7 @@ def course_of_plan(plan: Plan, planned: Timeline) -> MemoryCourse:
 def course_of_blocks(owned: OwnedBlocks, *, title: str) -> MemoryCourse:
     """Return the course of a recorded snapshot."""
     history = owned.history
-    moments = _moments(history.allocated, history.peak_index)
+    moments = _choose_moments(history.allocated, history.peak_index)
     # Changes of each owner's bytes; the first are those at the start of the record, and the last
     # those after it, when blocks were released while the snapshot was taken.
     changes = {owner: numpy.zeros(len(history.events) + 2, numpy.int64) for owner in ALL_OWNERS}
@@ -158,7 +158,7 @@ def course_of_blocks(owned: OwnedBlocks, *, title: str) -> MemoryCourse:
     )
 
 
-def _moments(allocated: Sequence[int], peak_index: int) -> list[int]:
+def _choose_moments(allocated: Sequence[int], peak_index: int) -> list[int]:
     """Choose the highest and the last event of each of many equal ranges, and the peak."""
     chosen = {peak_index, -1}
     start = -1

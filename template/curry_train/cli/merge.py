@@ -206,7 +206,7 @@ def updated(file: CopiedFile) -> Change:
     if action in ("create", "replace"):
         after = file.wanted
     elif action == "merge":
-        return _merged(file)
+        return _merge(file)
     elif action == "yours now":
         if file.yours in (None, file.base):
             return Change(file.path, "delete", file.yours, None)
@@ -220,7 +220,7 @@ def _has_conflict(file: CopiedFile) -> bool:
     return OURS_MARKER.encode() in (file.yours or b"").splitlines()
 
 
-def _merged(file: CopiedFile) -> Change:
+def _merge(file: CopiedFile) -> Change:
     """Merge both edits of a file by git; conflicts are marked in the text."""
     # Git writes these names next to its markers.
     sides = {"yours": file.yours, "base": file.base, "curry-train": file.wanted}

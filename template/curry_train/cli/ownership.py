@@ -186,7 +186,7 @@ def closure(package: Path, home: str) -> list[str]:
 def technique_modules(bundle: Bundle, technique: Technique) -> list[str]:
     """Return the modules that `add` copies for `technique`, relative to the package."""
     if technique.usage:
-        return _modules_of(bundle, technique.rooms)
+        return _list_modules(bundle, technique.rooms)
     return closure(bundle.package, technique.home)
 
 
@@ -202,7 +202,7 @@ def technique_files(
     for technique in techniques:
         modules = technique_modules(bundle, technique)
         for path in modules:
-            content = _with_origin(bundle, path)
+            content = _write_origin(bundle, path)
             place = f"{directory}/{path}"
             if not technique.usage:
                 content = RELATIVE_IMPORT.sub(rb"\1from .\4 import ", content)
@@ -217,13 +217,13 @@ def technique_files(
     return files
 
 
-def _with_origin(bundle: Bundle, path: str) -> bytes:
+def _write_origin(bundle: Bundle, path: str) -> bytes:
     """Return a module with its origin in place of the docstring's `Proof:` of this repository."""
     origin = f"From curry-train: {PACKAGE}/{path}.".encode()
     return PROOF_PATTERN.sub(lambda _: origin, (bundle.package / path).read_bytes(), count=1)
 
 
-def _modules_of(bundle: Bundle, rooms: Sequence[str]) -> list[str]:
+def _list_modules(bundle: Bundle, rooms: Sequence[str]) -> list[str]:
     return [
         f"{room}/{path.name}" for room in rooms for path in (bundle.package / room).glob("*.py")
     ]
@@ -251,8 +251,8 @@ def project_files(bundle: Bundle, *, name: str, own: bool) -> dict[str, bytes]:
             f"{bundle.project} holds no project to copy; take a whole copy of curry-train"
         )
     if own:
-        for path in (*TRAINER_MODULES, *_modules_of(bundle, RUN_TIME_ROOMS), "py.typed"):
-            files[f"{PACKAGE}/{path}"] = _with_origin(bundle, path)
+        for path in (*TRAINER_MODULES, *_list_modules(bundle, RUN_TIME_ROOMS), "py.typed"):
+            files[f"{PACKAGE}/{path}"] = _write_origin(bundle, path)
     return files
 
 

@@ -227,7 +227,7 @@ def plan_command(
         return {}, 1
 
     echo_notes(own)
-    text = "\n".join([*here, _text(plan, plain, explain=explain)])
+    text = "\n".join([*here, _format_plan(plan, plain, explain=explain)])
     echo(text)
     measured = None
     if verify:
@@ -297,7 +297,7 @@ def _find_plan(
     return plan, plain
 
 
-def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
+def _format_plan(plan: Plan, plain: Timeline, *, explain: bool) -> str:
     """Return the current peak with its owners and the plan, at most 80 columns wide."""
     peak = plain.peak
     settings = plan.settings

@@ -182,7 +182,7 @@ def differences(straight: Steps, resumed: Steps, begun: int) -> dict[str, str]:
     )
     for number, (was, now) in enumerate(pairs):
         parts = {
-            part: _difference(part, was[part], now[part])
+            part: _describe_difference(part, was[part], now[part])
             for part in PARTS
             if was[part] != now[part]
         }
@@ -211,7 +211,7 @@ def differences(straight: Steps, resumed: Steps, begun: int) -> dict[str, str]:
     return {}
 
 
-def _difference(part: str, was: Any, now: Any) -> str:
+def _describe_difference(part: str, was: Any, now: Any) -> str:
     if part == "data order":
         return "another batch"
     keys = [key for key in {**was, **now} if was.get(key) != now.get(key)]
@@ -245,13 +245,13 @@ def _watch(
             with contextlib.suppress(SystemExit):
                 train_command.main(words, standalone_mode=False)
         elif kind == "resumed trainer":
-            train_by(words[0], resume_from=lambda: _newest_checkpoint(folder))
+            train_by(words[0], resume_from=lambda: _find_newest_checkpoint(folder))
         else:
             run()
     finish()
 
 
-def _newest_checkpoint(folder: Path) -> Path | None:
+def _find_newest_checkpoint(folder: Path) -> Path | None:
     """Return the newest checkpoint that the killed process has left."""
     places = read_changes(folder)
     found = [one for place in places for one in [place, *place.rglob("*")] if one.suffix == ".ckpt"]

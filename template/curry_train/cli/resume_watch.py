@@ -66,7 +66,7 @@ class StateWatch:
         if self.mode in PARTS:
             # The parent process has let another process write it.
             self.fresh = torch.load(self.path, weights_only=False)
-        self._now = _nothing()
+        self._now = _make_empty()
         self._depth = 0
         self._stepping = 0
 
@@ -78,7 +78,7 @@ class StateWatch:
             for one in defining(kind, "__init__")
         )
         call = (nn.Module, "__call__", self._call)
-        return replaced_calls([call, *made], self._before_step, self._after_step)
+        return replaced_calls([call, *made], self._on_step_begin, self._on_step_end)
 
     def _make(self, part: str, begin: Any, made: Any, /, *args: Any, **options: Any) -> None:
         self._add(part, made)
@@ -97,7 +97,7 @@ class StateWatch:
                 one.load_state_dict(self.fresh[part].pop(0))
         self._num_settled = len(self._found)
 
-    def _states(self, part: str) -> Facts:
+    def _read_state(self, part: str) -> Facts:
         """Return the state of a part: digests of tensors, and numbers."""
         found: Facts = {}
         several = [one for kind, one in self._found if kind == part]
@@ -109,7 +109,7 @@ class StateWatch:
                 found[name] = digest(value) if isinstance(value, Tensor) else value
         return found
 
-    def _copies(self) -> list[list[str]]:
+    def _digest_copies(self) -> list[list[str]]:
         """Return digests of other modules with the parameters of a model, such as averages."""
         # Modules that wait to be freed would count in one run and not in the other.
         gc.collect()
@@ -154,7 +154,7 @@ class StateWatch:
             now["generators"] = generator_digests()
         if has_more:
             # A model that was called before may have changed its buffers.
-            now["model"] = self._states("model") | now["model"]
+            now["model"] = self._read_state("model") | now["model"]
         first = self.fresh.setdefault((len(self.steps), len(now["data order"])), [])
 
         def meet(tensor: Tensor) -> Tensor:
@@ -175,28 +175,28 @@ class StateWatch:
 
     # The optimizer.
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _on_step_begin(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepping += 1
         if self._stepping > 1:
             return
         self._settle()
         # The forward pass may follow, in a closure of the optimizer.
-        self._now |= {part: self._states(part) for part in KINDS}
+        self._now |= {part: self._read_state(part) for part in KINDS}
         self._now["rates"] = rates_of(optimizer)
 
-    def _after_step(self, *_: Any) -> None:
+    def _on_step_end(self, *_: Any) -> None:
         self._stepping -= 1
         if self._stepping:
             return
-        after = self._states("model") | {"copies": self._copies()}
+        after = self._read_state("model") | {"copies": self._digest_copies()}
         self.steps.append(self._now | {"after": after})
-        self._now = _nothing()
+        self._now = _make_empty()
         if len(self.steps) == self.last:
             if self.mode == "straight":
                 torch.save(self.fresh, self.path)
             self.when_enough()
 
 
-def _nothing() -> Facts:
+def _make_empty() -> Facts:
     """Return what is noted of a step without a call of a model."""
     return {"data order": [], "model": {}, "generators": {}}

@@ -70,11 +70,11 @@ def checkpoint_rows(run: SavedRun) -> Rows:
 
 def rows_table(rows: Rows, *names: str) -> str:
     """Return these columns of rows as a table."""
-    cells = [[_cell(name, row[name]) for name in names] for row in rows]
+    cells = [[_format_cell(name, row[name]) for name in names] for row in rows]
     return table([names, *cells], texts=("date", "metric", "damaged"))
 
 
-def _cell(name: str, value: Any) -> str:
+def _format_cell(name: str, value: Any) -> str:
     if name == "bytes":
         return format_bytes(value)
     if name == "damaged":
@@ -205,7 +205,7 @@ def verify_command(
     """
     saved = _open(run)
     if checkpoint:
-        saved, folder = _chosen(saved, checkpoint)
+        saved, folder = _choose(saved, checkpoint)
         folders = [folder]
     else:
         folders = [*saved.steps(*CHECKPOINT_KINDS)]
@@ -228,7 +228,7 @@ def _open(run: str) -> SavedRun:
     return SavedRun(find_run(run, root="runs", is_run=is_run))
 
 
-def _chosen(run: SavedRun, what: str) -> tuple[SavedRun, str]:
+def _choose(run: SavedRun, what: str) -> tuple[SavedRun, str]:
     """Return the run of the checkpoint that is asked for, and its folder, damaged if all are."""
     root, folders = choose(run, what)
     chosen = SavedRun(root)
@@ -249,7 +249,7 @@ def is_run(path: Path) -> bool:
 
 def saved_tensors(run: SavedRun, what: str, prefix: str = "") -> dict[str, torch.Tensor]:
     """Verify a checkpoint, and read its tensors with such names, without a model."""
-    run, folder = _chosen(run, what)
+    run, folder = _choose(run, what)
     contents = run.open_content(run.verify(folder))
     tensors = {
         name: torch.empty(one.shape, dtype=one.dtype)

@@ -126,12 +126,12 @@ def describe(found: Values) -> Iterator[str]:
         yield table(rows, texts=("A", "B"))
     if found["unknown"]:
         yield f"not recorded: {', '.join(found['unknown'])}"
-    yield from _of_values("losses", found["losses"])
+    yield from _describe_values("losses", found["losses"])
     for name, compared in found["metrics"].items():
-        yield from _of_values(printable(name, longest=30), compared)
+        yield from _describe_values(printable(name, longest=30), compared)
 
 
-def _of_values(name: str, found: Values) -> Iterator[str]:
+def _describe_values(name: str, found: Values) -> Iterator[str]:
     if not found["num_common"]:
         yield f"{name}: no step in common"
         return

@@ -202,7 +202,7 @@ def _read_each(files: Mapping[str, Path], found: Inspection) -> None:
         found.add(content, "" if is_model else f"{name}: ")
         if missing:
             add_problem(f"{name:.80} lacks {min(missing)!r:.80}")
-    found.problems += _damaged_json(files)
+    found.problems += _find_damaged_json(files)
     if is_model:
         found.complete = True
     elif keys:
@@ -211,7 +211,7 @@ def _read_each(files: Mapping[str, Path], found: Inspection) -> None:
         add_problem(NO_FILES)
 
 
-def _damaged_json(files: Mapping[str, Path]) -> Iterator[str]:
+def _find_damaged_json(files: Mapping[str, Path]) -> Iterator[str]:
     for name, file in files.items():
         if name.endswith(".json") and file.stat().st_size:
             try:
@@ -295,7 +295,7 @@ def inspect_command(path: str = argument()) -> Ended:
 def inspection_lines(found: Inspection) -> Iterator[str]:
     """Yield the result of an inspection, most important lines last."""
     if found.tensors:
-        yield _tensors_table(found)
+        yield _format_tensors(found)
     hashes = [f"{number} of {algorithm} match" for algorithm, number in found.hashed.items()]
     yield (
         f"{found.format}, {format_bytes(found.num_bytes)}: {len(found.tensors)} tensors of "
@@ -314,7 +314,7 @@ def inspection_lines(found: Inspection) -> Iterator[str]:
     yield "whole: " + {True: "yes", False: "no", None: "can't be told"}[found.whole]
 
 
-def _tensors_table(found: Inspection) -> str:
+def _format_tensors(found: Inspection) -> str:
     rows = [["tensor", "shape", "dtype", "NaN", "inf"]]
     # Tensors with values that are not finite come first, and the others in the file's order.
     tensors = sorted(found.tensors, key=lambda one: not (one.nan or one.inf))

@@ -123,9 +123,9 @@ def locate_command(
     located = [locate(*pair) for pair in runs]
     with tempfile.TemporaryDirectory(prefix="curry-train-") as folder:
         again = Again(Path(folder), runs)
-        rank, found = _first(located)
+        rank, found = _find_first(located)
         if tolerance == "auto" and found.kind:
-            rank, found = _first(again.with_tolerance(found))
+            rank, found = _find_first(again.with_tolerance(found))
         suffix = f" (rank {rank} of {num_ranks})" if num_ranks > 1 and not found.is_equal else ""
         echo_lines(f"{found.headline}{suffix}")
         operation = None
@@ -141,7 +141,7 @@ def locate_command(
     return found.to_json() | others, not found.is_equal
 
 
-def _first(located: Sequence[Located]) -> tuple[int, Located]:
+def _find_first(located: Sequence[Located]) -> tuple[int, Located]:
     """Return the rank that differs first, and its difference."""
     # All make the same calls, so the number of equal ones is a time.
     return min(
@@ -172,7 +172,7 @@ class Again:
         # A script's own files may be named from the folder in which it was recorded.
         cwd = start.folder if Path(start.folder).is_dir() else "."
         message = f"{which} runs again ({name})"
-        with contextlib.chdir(cwd), _variables(start.variables), messages_on_screen(message):
+        with contextlib.chdir(cwd), _set_variables(start.variables), messages_on_screen(message):
             out, num_ranks = str(self.folder / name), start.environment["world_size"]
             _record(out, start.program, num_ranks, level=start.level, **options)
         return [read_fingerprints(out, rank) for rank in range(len(self.runs))]
@@ -228,7 +228,7 @@ class Again:
         return first_operation(a, b, inner if inner.kind else found)
 
 
-def _variables(wanted: Mapping[str, str]) -> contextlib.AbstractContextManager[Any]:
+def _set_variables(wanted: Mapping[str, str]) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which the variables of torch are as they were in a recorded run."""
     others = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLES)}
     return mock.patch.dict(os.environ, {**others, **wanted}, clear=True)
@@ -289,7 +289,7 @@ def _run_template(command: str, settings: Values, out: str) -> None:
         for name, value in settings.items()
         if name.startswith("variable ") and value is not None
     }
-    with _variables(variables):
+    with _set_variables(variables):
         try:
             ended = subprocess.run(words, stdout=2, check=False)
         except OSError as error:

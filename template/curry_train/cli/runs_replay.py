@@ -74,7 +74,7 @@ def repeat(
             show(f"step {until}, repeat {len(repeats) + 1} of {times}")
             repeats.append(_run(box, until, program, facts.world_size))
             # Only a second repeat tells what differs each time from what differs here.
-            if times == 1 and until == facts.step and _unlike_run(facts, repeats[0]):
+            if times == 1 and until == facts.step and _find_unlike_step(facts, repeats[0]):
                 times = 2
         steps = zip(*(one["steps"].items() for one in repeats), strict=False)
         unlike = (int(same[0][0]) for same in steps if any(one != same[0] for one in same))
@@ -85,7 +85,7 @@ def repeat(
         if least >= until:
             break
         until = least
-    difference = _difference(facts, until, repeats)
+    difference = _find_difference(facts, until, repeats)
     if differed and difference is None:
         difference = f"does not repeat: the repeats differed in step {until}, and once not"
     return {"step": until, "difference": difference, "repeats": repeats}
@@ -123,7 +123,7 @@ def _replay(box: str, until: int, record: str | None, run: Callable[[], None], e
         run()
 
 
-def _unlike_run(facts: BoxFacts, found: Facts) -> str | None:
+def _find_unlike_step(facts: BoxFacts, found: Facts) -> str | None:
     """Name the first step that is not what the run has computed."""
     for step, (loss, parameters) in found["steps"].items():
         if step in facts.losses and loss != facts.losses[step]:
@@ -134,17 +134,18 @@ def _unlike_run(facts: BoxFacts, found: Facts) -> str | None:
     return None
 
 
-def _difference(facts: BoxFacts, step: int, repeats: Sequence[Facts]) -> str | None:
+def _find_difference(facts: BoxFacts, step: int, repeats: Sequence[Facts]) -> str | None:
     for one in repeats[1:]:
         for was, now in zip(repeats[0]["operations"], one["operations"], strict=False):
             if was != now:
                 what = (
                     "does not repeat: hardware, a race, or a value that changes from start to start"
                 )
-                return f"{what}; the repeats differ from {_operation(now[0])} of step {step} on"
+                operation = _describe_operation(now[0])
+                return f"{what}; the repeats differ from {operation} of step {step} on"
         if one["steps"] != repeats[0]["steps"]:
             return f"does not repeat: the repeats differ after the operations of step {step}"
-    if unlike := _unlike_run(facts, repeats[0]):
+    if unlike := _find_unlike_step(facts, repeats[0]):
         return (
             f"does not repeat what the run computed, though the repeats are equal: {unlike}. It "
             "depends on a value that the state lacks, or on the machine or versions"
@@ -152,7 +153,7 @@ def _difference(facts: BoxFacts, step: int, repeats: Sequence[Facts]) -> str | N
     return None
 
 
-def _operation(one: Facts) -> str:
+def _describe_operation(one: Facts) -> str:
     place = f", {one['line']}" if one["line"] else ""
     return f"{one['phase']}: {one['name']} in {one['module']}{place}"
 
@@ -161,12 +162,14 @@ def describe(step: int, found: Facts) -> list[str]:
     """Name the first operation that is not finite, or what has grown where all is finite."""
     origin = found["origin"]
     if origin is not None:
-        result = _range(origin["result"])
+        result = _format_range(origin["result"])
         if origin["phase"] == "data":
             return [f"step {step}, data: {origin['name']} is {result}"]
-        inputs = [f"  input {number}: {_range(one)}" for number, one in enumerate(origin["inputs"])]
+        inputs = [
+            f"  input {number}: {_format_range(one)}" for number, one in enumerate(origin["inputs"])
+        ]
         rank = "" if found["rank"] is None else f" (rank {found['rank']})"
-        where = f"step {step}, {_operation(origin)}"
+        where = f"step {step}, {_describe_operation(origin)}"
         return [f"{where} is the first with {result}{rank}", *inputs]
     loss = float.fromhex(found["steps"][str(step)][0])
     line = f"step {step}: loss {loss:.6g}, gradient norm {found['gradient']:.6g}"
@@ -187,6 +190,6 @@ def describe(step: int, found: Facts) -> list[str]:
     return [*lines, f"  the gradient of {grown['parameter']} has grown most, {times} times"]
 
 
-def _range(ends: Sequence[float]) -> str:
+def _format_range(ends: Sequence[float]) -> str:
     low, high = ends
     return "NaN" if math.isnan(low) else f"{low:.6g} to {high:.6g}"

@@ -66,26 +66,26 @@ def savings_table(rows: Sequence[SavingsRow], *, limit: int | None = None) -> st
         fits = format_bytes(limit)
         legend += f"\nfits: the largest batch whose step, parameters included, fits {fits}"
     blocks = [
-        _block(label, list(group), limit)
+        _format_block(label, list(group), limit)
         for label, group in itertools.groupby(rows, key=lambda row: row.label)
     ]
     return "\n\n".join([*blocks, legend])
 
 
-def _block(label: str, rows: list[SavingsRow], limit: int | None) -> str:
+def _format_block(label: str, rows: list[SavingsRow], limit: int | None) -> str:
     plain = rows[0].step
     title = f"{label} (MiB)"
     if plain:
         title = f"{label} (MiB; a step of {rows[0].name} takes {format_seconds(plain.median)})"
     heads = ["strategy", "modules", "held", "peak", "of none"]
     heads += ["again", "time", "interval", "fits", "parity"]
-    cells = [heads, *(_cells(row) for row in rows if row.outcome == MEASURED_OUTCOME)]
+    cells = [heads, *(_format_cells(row) for row in rows if row.outcome == MEASURED_OUTCOME)]
     if limit is None:
         cells = [line[:8] + line[9:] for line in cells]
-    return "\n".join([title[:SCREEN_WIDTH], table(cells), *_remarks(rows)])
+    return "\n".join([title[:SCREEN_WIDTH], table(cells), *_list_remarks(rows)])
 
 
-def _cells(row: SavingsRow) -> list[str]:
+def _format_cells(row: SavingsRow) -> list[str]:
     time = "" if row.step is None else format_seconds(row.step.median)
     if row.ratio is not None:
         time = f"{three_digits(row.ratio.median)}x"
@@ -107,7 +107,7 @@ def _cells(row: SavingsRow) -> list[str]:
     ]
 
 
-def _remarks(rows: Sequence[SavingsRow]) -> Iterator[str]:
+def _list_remarks(rows: Sequence[SavingsRow]) -> Iterator[str]:
     """Explain rows that were not measured, lack a figure, or changed the training."""
     for row in rows:
         remarks = []
@@ -136,7 +136,7 @@ DEFAULT_SAMPLES = 8  # where the factory has no batch of its own
 CaseAtDepth = tuple[Case, int | None]
 
 
-def _numbers(values: Sequence[str]) -> list[int]:
+def _parse_numbers(values: Sequence[str]) -> list[int]:
     """Parse `--batch-size 8,32 --batch-size 64` as 8, 32 and 64."""
     words = [word.strip() for value in values for word in value.split(",")]
     for word in words:
@@ -169,14 +169,14 @@ def savings_command(
             f"Samples per step; default: as in the factory's batch, or {DEFAULT_SAMPLES}.",
             "N,N",
             "--batch-size",
-            parse=_numbers,
+            parse=_parse_numbers,
             multiple=True,
         ),
         depths=option(
             "Numbers of blocks of a built-in model.",
             "N,N",
             "--depth",
-            parse=_numbers,
+            parse=_parse_numbers,
             multiple=True,
         ),
     ),
@@ -194,7 +194,7 @@ def savings_command(
     # Before a long run rather than at its end.
     require_matplotlib()
     names = choose_strategies(strategies)
-    cases, choices = _cases(models or ("transformer",), asked, **sizes)
+    cases, choices = _make_cases(models or ("transformer",), asked, **sizes)
     if limit is not None:
         check_limit(limit, asked.device)
     facts = facts_of([case for case, _ in cases])
@@ -226,7 +226,7 @@ def savings_command(
     return data, any(row.is_wrong for row in rows)
 
 
-def _cases(
+def _make_cases(
     models: Sequence[str],
     asked: CaseOptions,
     *,

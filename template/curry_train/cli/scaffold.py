@@ -292,7 +292,7 @@ def _bring(bundle: Bundle, root: Path, lock: Lock, *, what: str, dry_run: bool) 
 
     A dry run writes none of them. With conflicts the command ends here, with status 1.
     """
-    if _numbers(bundle.version) < _numbers(lock.version):
+    if _parse_version(bundle.version) < _parse_version(lock.version):
         raise UnusableInput(
             f"{root} is from curry-train {lock.version}, and this is {bundle.version}; "
             "run a version that is as new"
@@ -307,14 +307,17 @@ def _bring(bundle: Bundle, root: Path, lock: Lock, *, what: str, dry_run: bool) 
             echo(f"{change.action:<11}{change.path}")
     counts = Counter(change.action for change in changes)
     if counts["same"]:
-        echo(f"{'same':<11}{_files(counts['same'])}")
+        echo(f"{'same':<11}{_format_count(counts['same'])}")
     if writes := sum(change.before != change.after for change in changes):
         done = "Dry run: would write" if dry_run else "Wrote"
-        echo(f"{done} {_files(writes)} for {what} in {root}.")
+        echo(f"{done} {_format_count(writes)} for {what} in {root}.")
     else:
         echo(f"Nothing to do: {what} is in {root} already.")
     if counts["conflict"]:
-        echo(f"{_files(counts['conflict'])} to resolve: look between <<<<<<< and >>>>>>>", err=True)
+        echo(
+            f"{_format_count(counts['conflict'])} to resolve: look between <<<<<<< and >>>>>>>",
+            err=True,
+        )
         raise click.exceptions.Exit(1)
 
 
@@ -341,7 +344,7 @@ def _lock_of(root: Path) -> Lock:
     return lock
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _parse_version(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".") if part.isdigit())
 
 
@@ -367,7 +370,7 @@ def diff_command(
             echo("".join(patch_lines(file)), nl=False)
     counts = Counter(file.state for file in compared)
     summary = ", ".join(f"{count} {state}" for state, count in counts.most_common())
-    echo_lines(f"{_files(len(compared))}: {summary}")
+    echo_lines(f"{_format_count(len(compared))}: {summary}")
 
 
 def patch_lines(file: CopiedFile) -> Iterator[str]:
@@ -406,7 +409,7 @@ def added_size(bundle: Bundle, technique: Technique) -> str:
     return f"add: {count}, {lines:,} lines{tests}"
 
 
-def _files(count: int) -> str:
+def _format_count(count: int) -> str:
     return f"{count} file" if count == 1 else f"{count} files"
 
 

@@ -111,7 +111,7 @@ def spike_check(
             runs["without"] = train_as("without", "spike.action=none", f"data.skip={skipped}")
             runs["through"] = train_as("through", "spike.action=none")
 
-    difference = _difference(folder, runs["recovered"], runs["without"]) if rollbacks else None
+    difference = _find_difference(folder, runs["recovered"], runs["without"]) if rollbacks else None
     return provenance(choose_device(asked.device)) | {
         "steps": steps,
         # First and last bad step.
@@ -124,7 +124,7 @@ def spike_check(
         # Ranges of data positions.
         "skipped": skipped,
         "losses": {name: run.steps.values["loss"][-1] for name, run in runs.items()},
-        "dev_losses": {name: _dev_loss(run) for name, run in runs.items()},
+        "dev_losses": {name: _read_dev_loss(run) for name, run in runs.items()},
         # First difference between `recovered` and `without`, None if equal or not compared.
         "difference": difference,
         "held": bool(rollbacks) and difference is None,
@@ -174,13 +174,13 @@ def _train(config: Config, at: int, num_windows: int, show: Callable[[str], None
         raise click.exceptions.Exit(run.attached.exit_status)
 
 
-def _dev_loss(run: History) -> float | None:
+def _read_dev_loss(run: History) -> float | None:
     """Return the last dev loss, None where it was not measured."""
     measured = (steps.values["value"][-1] for steps in run.metrics.values())
     return next(measured, None)
 
 
-def _difference(folder: Path, recovered: History, without: History) -> str | None:
+def _find_difference(folder: Path, recovered: History, without: History) -> str | None:
     """Name the first difference of the recovered run from one that never saw the samples."""
     if found := compare_values(recovered.steps, without.steps, "loss")["first"]:
         return (

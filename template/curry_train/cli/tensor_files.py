@@ -191,10 +191,10 @@ def _load(source: Any, pickled: bytes, found: Inspection, num_pickles: int = 1) 
     """
     if len(pickled) <= SMALL_PICKLE_BYTES:
         with contextlib.suppress(pickle.UnpicklingError):
-            return _torch_load(source, [])
+            return _load_by_torch(source, [])
     add_names(PickleReader(pickled), found, num_pickles)
     try:
-        return _torch_load(source, [(type(name, (StandIn,), {}), name) for name in found.names])
+        return _load_by_torch(source, [(type(name, (StandIn,), {}), name) for name in found.names])
     except (pickle.UnpicklingError, TypeError) as error:
         # A stand-in can't take the place of a subclass of Tensor, such as torchao's.
         # torch adds advice to its reason.
@@ -203,7 +203,7 @@ def _load(source: Any, pickled: bytes, found: Inspection, num_pickles: int = 1) 
         return {}
 
 
-def _torch_load(source: Any, allowed: list[Any]) -> Any:
+def _load_by_torch(source: Any, allowed: list[Any]) -> Any:
     mapped = isinstance(source, Path)
     if not mapped:
         source.seek(0)
@@ -254,7 +254,7 @@ def _read_safetensors(path: Path, found: Inspection) -> None:
         for key, value in (file.metadata() or {}).items():
             found.values[f"__metadata__.{key}"] = repr(value)[:80]
         for name in file.keys():  # noqa: SIM118 - it is no dictionary
-            found.tensors.append(_found(name, file.get_tensor(name)))
+            found.tensors.append(_describe_tensor(name, file.get_tensor(name)))
 
 
 # Tensors and other values in what torch.load returned.
@@ -262,20 +262,20 @@ def _read_safetensors(path: Path, found: Inspection) -> None:
 
 def _add_tree(tree: Any, found: Inspection) -> None:
     """Collect tensors and other values from nested containers, by dotted keys."""
-    for number, (name, node) in enumerate(_leaves(tree, "", 0)):
+    for number, (name, node) in enumerate(_find_leaves(tree, "", 0)):
         if number > MOST_KEYS:
             raise ValueError("it has too many keys to be listed")
         if isinstance(node, Tensor):
             try:
-                found.tensors.append(_found(name, node.detach()))
+                found.tensors.append(_describe_tensor(name, node.detach()))
             except RuntimeError as error:
                 # torch counts nothing in a meta or nested tensor, nor in numbers of four bits.
                 found.unknown.append(f"{name}: its values can't be told ({in_a_line(error)})")
         else:
-            found.values[name] = _in_words(node)
+            found.values[name] = _describe_value(node)
 
 
-def _leaves(node: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
+def _find_leaves(node: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
     if depth > DEEPEST_KEY_PATH:
         raise ValueError("it is nested too deep to be listed")
     shown = node
@@ -290,11 +290,11 @@ def _leaves(node: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
         yield name, shown
         return
     for key, child in children:
-        text = str(key) if isinstance(key, str | int | float | bool) else _in_words(key)
-        yield from _leaves(child, f"{name}.{text}" if name else text, depth + 1)
+        text = str(key) if isinstance(key, str | int | float | bool) else _describe_value(key)
+        yield from _find_leaves(child, f"{name}.{text}" if name else text, depth + 1)
 
 
-def _in_words(node: Any) -> str:
+def _describe_value(node: Any) -> str:
     """Describe a value in a few words."""
     if isinstance(node, StandIn):
         return type(node).__name__
@@ -303,7 +303,7 @@ def _in_words(node: Any) -> str:
     return repr(node)[:80] if type(node) is not int or abs(node) < 2**70 else "an integer"
 
 
-def _found(name: str, tensor: Tensor) -> FoundTensor:
+def _describe_tensor(name: str, tensor: Tensor) -> FoundTensor:
     dtype = str(tensor.dtype).removeprefix("torch.")
     values = dense_parts(tensor)[-1]
     return FoundTensor(name, tuple(tensor.shape), dtype, *_count_nonfinite(values))

@@ -52,7 +52,7 @@ def values_of_gates(spec: str, out: Path, recipe: dict[str, Any]) -> dict[str, A
     case = Case(workload, batch_size=size, seed=recipe["seed"], blocks=recipe["blocks"])
     source = spec.removeprefix(TRAINER_PREFIX)
     is_file = source.rpartition(":")[0].endswith(".py")
-    patterns = _checked_patterns(recipe["package"], recipe["gates"])
+    patterns = _check_patterns(recipe["package"], recipe["gates"])
     modules = [] if is_file or spec in BUILTIN_WORKLOADS else [source.partition(":")[0]]
     if recipe["package"] != DEFAULT_PACKAGE_NAME:
         modules.append(recipe["package"])
@@ -61,9 +61,9 @@ def values_of_gates(spec: str, out: Path, recipe: dict[str, Any]) -> dict[str, A
         "recipe": recipe | {"batch_size": size},
         "source": source,
         "spec": spec,
-        "roots": [_from_file(root, out) for root in sorted(roots)],
+        "roots": [_make_relative(root, out) for root in sorted(roots)],
         "prefix": spec.removesuffix(source),
-        "path": _from_file(Path(source), out) if is_file else None,
+        "path": _make_relative(Path(source), out) if is_file else None,
         "patterns": patterns,
         # Blocks that the model's containers don't give are chosen again in each run of the tests.
         "chosen": settle_blocks(case)[0].blocks != case.blocks,
@@ -81,7 +81,7 @@ def _import_roots(names: list[str]) -> Iterator[Path]:
             yield root
 
 
-def _checked_patterns(package: str, gates: tuple[str, ...]) -> list[str]:
+def _check_patterns(package: str, gates: tuple[str, ...]) -> list[str]:
     """Return globs over gate names; a technique becomes all of its gates.
 
     A pattern that matches no gate is an error.
@@ -97,7 +97,7 @@ def _checked_patterns(package: str, gates: tuple[str, ...]) -> list[str]:
     return [f"{one}/*" if one in TECHNIQUES else one for one in gates] or ["*"]
 
 
-def _from_file(path: Path, out: Path) -> str:
+def _make_relative(path: Path, out: Path) -> str:
     """Return a path as seen from the folder of a file at `out`; both can move together."""
     return PurePath(os.path.relpath(path.expanduser().resolve(), out.resolve().parent)).as_posix()
 
@@ -150,7 +150,7 @@ def gen_tests_command(
         )
     if kind == "script":
         template = "test_loop.py.jinja"
-        place = _from_file(Path(words[0]), path)
+        place = _make_relative(Path(words[0]), path)
         values = {"script": words[0], "path": place, "arguments": words[1:]}
     else:
         template = "test_gates.py.jinja"
@@ -164,14 +164,14 @@ def gen_tests_command(
         **values,
     )
     write_output(path, text)
-    python_path = "" if recipe["package"] != DEFAULT_PACKAGE_NAME else _python_path()
+    python_path = "" if recipe["package"] != DEFAULT_PACKAGE_NAME else _write_python_path()
     click.echo(
         f"wrote {shown}; run it with pytest (pip install pytest)\n"
         f"  {python_path}python -m pytest {shlex.quote(shown)}"
     )
 
 
-def _python_path() -> str:
+def _write_python_path() -> str:
     """Return the assignment that lets pytest import this package where it is not installed."""
     try:
         importlib.metadata.version("curry-train")

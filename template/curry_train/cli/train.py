@@ -184,10 +184,10 @@ def train_command(
         # Training can't go on, or its state can't be saved.
         echo(fill_screen(f"Error: {error}", indent=""), err=True)
         leave(1)
-    return _results(run, report, start), run.attached.exit_status
+    return _print_results(run, report, start), run.attached.exit_status
 
 
-def _results(run: TrainingRun, report: RunReport, start: list[str]) -> dict[str, Any]:
+def _print_results(run: TrainingRun, report: RunReport, start: list[str]) -> dict[str, Any]:
     """Print how the run ended, and return it; both on the first rank.
 
     `start` are the words that started it, with which it is resumed.

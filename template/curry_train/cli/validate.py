@@ -107,9 +107,9 @@ def print_verdicts(
             for verdict in group:
                 printed.append(verdict)
                 if by_gate:
-                    _print_columns(f"  {verdict.gate}", _of_gate(verdict, first))
+                    _print_columns(f"  {verdict.gate}", _format_gate(verdict, first))
             if not by_gate:
-                _print_columns(f"  {technique}", _counted(printed[begin:], first))
+                _print_columns(f"  {technique}", _format_counts(printed[begin:], first))
     return printed
 
 
@@ -118,7 +118,7 @@ def _print_columns(name: str, text: str) -> None:
     echo(line.replace("FAILED", click.style("FAILED", fg="red")))
 
 
-def _of_gate(verdict: Verdict, first: FirstLook) -> str:
+def _format_gate(verdict: Verdict, first: FirstLook) -> str:
     mark = VERDICT_MARKS[verdict.passed]
     if verdict.required == TO_RUN and not verdict.ran:
         raised = f"{verdict.measured}; " if verdict.measured.startswith("raised") else ""
@@ -129,7 +129,7 @@ def _of_gate(verdict: Verdict, first: FirstLook) -> str:
     return f"{mark} on {ran}: {verdict.measured}"
 
 
-def _counted(verdicts: Sequence[Verdict], first: FirstLook) -> str:
+def _format_counts(verdicts: Sequence[Verdict], first: FirstLook) -> str:
     counts = Counter(verdict.passed for verdict in verdicts)
     counted = ", ".join(
         f"{counts[passed]} {mark}" for passed, mark in VERDICT_MARKS.items() if counts[passed]
@@ -259,11 +259,11 @@ def validate_command(
     )
     began = time.perf_counter()
     with heap_kept():
-        measured = itertools.chain(_measured(looks, gates, given), loops)
+        measured = itertools.chain(_run_gates(looks, gates, given), loops)
         verdicts = print_verdicts(measured, looks, by_gate=by_gate)
     facts["seconds"] = round(time.perf_counter() - began, 1)
     print_end(verdicts, by_gate=by_gate)
-    return facts | _as_json(verdicts, looks), _status(verdicts, patterns)
+    return facts | _to_json(verdicts, looks), _choose_status(verdicts, patterns)
 
 
 # A run that takes longer is announced, and a line is printed for each gate as it ends.
@@ -272,7 +272,7 @@ LONG_SECONDS = 120.0
 FORWARDS_IN_A_STEP = 3
 
 
-def _as_json(verdicts: Sequence[Verdict], looks: Mapping[str, FirstLook]) -> dict[str, Any]:
+def _to_json(verdicts: Sequence[Verdict], looks: Mapping[str, FirstLook]) -> dict[str, Any]:
     results = [
         asdict(verdict) | {"claims": [one.name for one in claims() if one.gate == verdict.gate]}
         for verdict in verdicts
@@ -284,7 +284,7 @@ def _as_json(verdicts: Sequence[Verdict], looks: Mapping[str, FirstLook]) -> dic
     }
 
 
-def _status(verdicts: Sequence[Verdict], patterns: Sequence[str]) -> int | UnusableInput:
+def _choose_status(verdicts: Sequence[Verdict], patterns: Sequence[str]) -> int | UnusableInput:
     models = []
     for of_model in grouped(verdicts, "workload"):
         reasons = dict.fromkeys(" ".join(one.hint.split()) for one in of_model)
@@ -293,7 +293,7 @@ def _status(verdicts: Sequence[Verdict], patterns: Sequence[str]) -> int | Unusa
     return status_of(verdicts, f"of {asked} no gate applies to {' or '.join(models)}")
 
 
-def _measured(
+def _run_gates(
     looks: Mapping[str, FirstLook], gates: Sequence[Gate], given: Sequence[Implementation]
 ) -> Iterator[Verdict]:
     """Run the gates, and yield each verdict as soon as it is there."""

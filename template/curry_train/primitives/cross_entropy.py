@@ -116,7 +116,7 @@ def chunked_cross_entropy(
     )
     dtype = product_dtype(hidden)
     if chunk_tokens is None:
-        chunk_tokens = _fitting_rows(sources, wanted, dtype, is_capped=softcap is not None)
+        chunk_tokens = _count_fitting_rows(sources, wanted, dtype, is_capped=softcap is not None)
     options = ChunkOptions(
         chunk_tokens=chunk_tokens,
         ignore_index=ignore_index,
@@ -214,7 +214,7 @@ def _check_weights(name: str, weights: Any, shape: torch.Size) -> None:
         )
 
 
-def _fitting_rows(
+def _count_fitting_rows(
     sources: tuple[Any, ...], wanted: tuple[bool, ...], dtype: torch.dtype, *, is_capped: bool
 ) -> int:
     """Return the number of tokens whose inputs, logits and copies fit into a chunk's bytes."""
@@ -277,12 +277,12 @@ class _Pass:
         """Compute the losses of the tokens with these indices, and add their gradients."""
         rows = self.inputs.index_select(0, index).to(self.options.dtype)
         logits = F.linear(rows, self.weight, self.bias).to(self.losses.dtype)
-        self.losses.index_copy_(0, index, self._loss(logits, index))
+        self.losses.index_copy_(0, index, self._compute_losses(logits, index))
         if not any(self.options.wanted):
             return
 
         # The gradients of weight and bias are accumulated in float32 or float64, with the two
-        # products of a plain backward. `_loss` has replaced the logits by their gradient.
+        # products of a plain backward. `_compute_losses` has replaced the logits by their gradient.
         if self.num_ignored is None:
             logits.masked_fill_(self.ignored[index, None], 0)
         inputs_gradient, weight_gradient, bias_gradient = self.gradients
@@ -298,7 +298,7 @@ class _Pass:
             torch.mm(logits, self.weight, out=rows)
             inputs_gradient.index_copy_(0, index, rows.to(inputs_gradient.dtype))
 
-    def _loss(self, logits: Tensor, index: Tensor) -> Tensor:
+    def _compute_losses(self, logits: Tensor, index: Tensor) -> Tensor:
         """Return the losses of a chunk; if gradients are wanted, overwrite the logits."""
         options = self.options
         slope = None
@@ -396,13 +396,13 @@ class _Chunked(torch.autograd.Function):
         scaled = [
             None
             if source is None
-            else _scaled(source, factor, dtype, in_place=in_place, block=ctx.block)
+            else _scale(source, factor, dtype, in_place=in_place, block=ctx.block)
             for source, dtype in zip(unscaled, ctx.dtypes, strict=True)
         ]
         return *scaled, None, None, None, None
 
 
-def _scaled(
+def _scale(
     unscaled: Tensor, factor: Tensor, dtype: torch.dtype, *, in_place: bool, block: int
 ) -> Tensor:
     """Multiply a saved gradient by the factor, in the factor's dtype and in place if possible.

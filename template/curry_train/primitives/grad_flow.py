@@ -210,8 +210,8 @@ class GradFlow:
 
         self._is_open = True
         for one in self.optimizers:
-            self._whole.enter_context(one.register_step_pre_hook(self._before_step))
-            self._whole.enter_context(one.register_step_post_hook(self._after_step))
+            self._whole.enter_context(one.register_step_pre_hook(self._on_step_begin))
+            self._whole.enter_context(one.register_step_post_hook(self._on_step_end))
         self._begin()
         return self
 
@@ -240,11 +240,11 @@ class GradFlow:
         self._probing = self.next_step % self.every == 0
         if self._probing:
             self._restart()
-            for handle in self._hooks():
+            for handle in self._add_hooks():
                 self._probed.enter_context(handle)
             for optimizer in self.optimizers:
                 # Torch has hooks only for an optimizer's steps.
-                zero_grad = called_first(self._gradients_go, optimizer.zero_grad)
+                zero_grad = called_first(self._on_dropped_gradients, optimizer.zero_grad)
                 self._probed.enter_context(mock.patch.object(optimizer, "zero_grad", zero_grad))
 
     def _restart(self) -> None:
@@ -264,7 +264,7 @@ class GradFlow:
         self._copies: dict[str, Tensor] = {}
         self._overflowed: list[Tensor] = []
 
-    def _hooks(self) -> Iterator[Any]:
+    def _add_hooks(self) -> Iterator[Any]:
         """Add the hooks, and yield their handles."""
         model = self.model
         compiled = compiled_modules(model)
@@ -278,8 +278,8 @@ class GradFlow:
 
     def _enter(self, arguments: Any) -> None:
         training = torch.is_grad_enabled() and not (in_backward() or in_transform())
-        if training and self._read and not self._with_gradient():
-            self._gradients_go()
+        if training and self._read and not self._find_with_gradient():
+            self._on_dropped_gradients()
         self._training.append(training)
         self._num_forwards += training
 
@@ -296,9 +296,9 @@ class GradFlow:
             if tensor.requires_grad:
                 node = tensor.grad_fn
                 register = tensor.register_hook if node is None else node.register_prehook
-                register(self._gradient_came)
+                register(self._on_gradient)
 
-    def _gradient_came(self, gradients: Any) -> None:
+    def _on_gradient(self, gradients: Any) -> None:
         """Wait for the end of this backward, after callbacks that others queue.
 
         By then gradients have been summed over ranks and sharded.
@@ -307,7 +307,7 @@ class GradFlow:
             self._waiting = True
             engine: Any = Variable._execution_engine
             # A callback queued by a callback runs after all that were queued during backward.
-            engine.queue_callback(lambda: engine.queue_callback(self._backward_ended))
+            engine.queue_callback(lambda: engine.queue_callback(self._on_backward_end))
 
     def _add(self, name: str, arguments: Any, output: Any) -> None:
         # Inside the model's forward, the grad mode at its start decides, because reentrant
@@ -342,10 +342,10 @@ class GradFlow:
         self.next_step += 1
         self._begin()
 
-    def _with_gradient(self) -> set[str]:
+    def _find_with_gradient(self) -> set[str]:
         return {name for name, parameter in self._named.items() if parameter.grad is not None}
 
-    def _gradients_go(self) -> None:
+    def _on_dropped_gradients(self) -> None:
         """Record a skipped step when gradients are dropped before an optimizer has used them.
 
         The step number does not advance, so the same step is probed again.
@@ -354,7 +354,7 @@ class GradFlow:
             self._close(stepped=False)
             self._restart()
 
-    def _backward_ended(self) -> None:
+    def _on_backward_end(self) -> None:
         self._waiting = False
         if not self._probing or self._began:
             return
@@ -366,25 +366,25 @@ class GradFlow:
 
     def _read_at_the_step(self, scale: Tensor | None = None) -> None:
         """Read the gradients unless each that is there now was there at the last backward."""
-        if not (self._read_at and self._with_gradient() <= self._read):
+        if not (self._read_at and self._find_with_gradient() <= self._read):
             self._read_gradients(AT_THE_STEP, scale)
 
     @torch.no_grad()
     def _read_gradients(self, where: str, scale: Tensor | None) -> None:
         """Sum up the current gradients; `scale` is the loss scale, which is divided out."""
-        self._read = self._with_gradient()
+        self._read = self._find_with_gradient()
         self._read_at = where
         for name, parameter in self._named.items():
             sums = self._sums.of(name, GRADIENT).zero_()
             if parameter.grad is not None:
-                sums.copy_(_unscaled_sums(parameter.grad, scale))
+                sums.copy_(_sum_unscaled(parameter.grad, scale))
 
-    def _held_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    def _find_parameters(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
         members = {one for group in optimizer.param_groups for one in group["params"]}
         return [(name, one) for name, one in self._named.items() if one in members]
 
     @torch.no_grad()
-    def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
+    def _on_step_begin(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
         if not self._probing:
             return
         self._began = True
@@ -393,18 +393,18 @@ class GradFlow:
         # With a closure, the optimizer runs the model inside of its step.
         if not any(callable(value) for value in (*arguments[1:], *keywords.values())):
             self._read_at_the_step(scale)
-        for name, parameter in self._held_by(optimizer):
+        for name, parameter in self._find_parameters(optimizer):
             if parameter.grad is not None:
-                self._sums.of(name, AT_STEP).copy_(_unscaled_sums(parameter.grad, scale))
+                self._sums.of(name, AT_STEP).copy_(_sum_unscaled(parameter.grad, scale))
             if self.updates:
                 self._copies[name] = dense(parameter.detach()).clone()
 
     @torch.no_grad()
-    def _after_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
+    def _on_step_end(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
         self._ended.add(optimizer)
         if self._probing:
             self._read_at_the_step()
-            for name, parameter in self._held_by(optimizer):
+            for name, parameter in self._find_parameters(optimizer):
                 before = self._copies.pop(name, None)
                 if before is not None:
                     self._sums.of(name, WEIGHTS).copy_(sums_of(before))
@@ -460,7 +460,7 @@ class GradFlow:
         )
 
 
-def _unscaled_sums(gradient: Tensor, scale: Tensor | None) -> Tensor:
+def _sum_unscaled(gradient: Tensor, scale: Tensor | None) -> Tensor:
     sums = sums_of(gradient)
     if scale is not None:
         *_, squares = sums

@@ -50,16 +50,22 @@ def flow_findings(records: Records) -> list[Finding]:
     """Return all faults: the first nonfinite step, and those of the latest probed steps."""
     if not records:
         return []
-    found = [*_nonfinite(records), *_skipped(records)]
+    found = [*_find_nonfinite(records), *_find_skipped(records)]
     sound = [record for record in records if record.stepped and not record.nonfinite]
     recent = sound[-NUM_RECENT_RECORDS:]
     if recent:
-        for judge in (_no_gradient, _vanishing, _dead, _updates, _scaled):
+        for judge in (
+            _find_without_gradient,
+            _find_vanishing,
+            _find_dead,
+            _find_wrong_updates,
+            _find_scaling,
+        ):
             found += judge(recent)
     return found
 
 
-def _nonfinite(records: Records) -> Iterator[Finding]:
+def _find_nonfinite(records: Records) -> Iterator[Finding]:
     record = next((record for record in records if record.nonfinite), None)
     if record is None:
         return
@@ -75,7 +81,7 @@ def _nonfinite(records: Records) -> Iterator[Finding]:
         spread = getattr(record.layers[name], kind)
         if spread is not None and spread.nonfinite:
             number = f"{spread.nonfinite:,} of its {spread.elements:,} {kind}s"
-            message = f"{number} are inf or nan, {position}{_of_weights(record)}"
+            message = f"{number} are inf or nan, {position}{_describe_weights(record)}"
             yield Finding("nonfinite", (name,), record.step, spread.bad, message)
             return
     broken = [
@@ -93,7 +99,7 @@ def _nonfinite(records: Records) -> Iterator[Finding]:
     yield Finding("nonfinite", tuple(broken[:1]), record.step, math.nan, message)
 
 
-def _of_weights(record: StepFlow) -> str:
+def _describe_weights(record: StepFlow) -> str:
     """Return the end of a message where the weights were not finite before the step."""
     for name, layer in record.layers.items():
         if layer.update and not math.isfinite(layer.update.weight_norm):
@@ -109,7 +115,7 @@ def _holds_another(name: str, record: StepFlow) -> bool:
     return any(other.startswith(f"{name}.") for other in record.layers)
 
 
-def _skipped(records: Records) -> Iterator[Finding]:
+def _find_skipped(records: Records) -> Iterator[Finding]:
     skipped = [record for record in records if not record.stepped]
     if not skipped:
         return
@@ -120,7 +126,7 @@ def _skipped(records: Records) -> Iterator[Finding]:
     yield Finding("skipped", (), skipped[0].step, len(skipped) / len(records), message)
 
 
-def _no_gradient(recent: Records) -> Iterator[Finding]:
+def _find_without_gradient(recent: Records) -> Iterator[Finding]:
     """Find trainable parameters without gradient, or with a gradient of 0, in all these steps.
 
     Parameters that get a gradient in some steps, such as those of an expert, are not reported.
@@ -146,8 +152,8 @@ def _no_gradient(recent: Records) -> Iterator[Finding]:
     yield Finding("no-gradient", tuple(reasons), last.step, 0.0, message)
 
 
-def _vanishing(recent: Records) -> Iterator[Finding]:
-    rms = _medians(recent, "gradient", "rms")
+def _find_vanishing(recent: Records) -> Iterator[Finding]:
+    rms = _compute_medians(recent, "gradient", "rms")
     record = recent[-1]
     # Layers that forward did not call come last.
     names = dict.fromkeys([*record.order, *record.layers])
@@ -168,7 +174,7 @@ def _vanishing(recent: Records) -> Iterator[Finding]:
     yield Finding(kind, (first,), record.step, ratio, message)
 
 
-def _medians(recent: Records, part: str, figure: str) -> dict[str, float]:
+def _compute_medians(recent: Records, part: str, figure: str) -> dict[str, float]:
     """Return the median of a part's figure over the records, for each layer that has it."""
     medians = {}
     for name in recent[-1].layers:
@@ -179,8 +185,8 @@ def _medians(recent: Records, part: str, figure: str) -> dict[str, float]:
     return medians
 
 
-def _dead(recent: Records) -> Iterator[Finding]:
-    zero = _medians(recent, "activation", "zero")
+def _find_dead(recent: Records) -> Iterator[Finding]:
+    zero = _compute_medians(recent, "activation", "zero")
     ranked = sorted(zero, key=lambda name: -zero[name])
     names = [name for name in ranked if zero[name] > DEAD_ZERO_FRACTION]
     if names:
@@ -189,10 +195,10 @@ def _dead(recent: Records) -> Iterator[Finding]:
         yield Finding("dead", tuple(names), recent[-1].step, worst, message)
 
 
-def _updates(recent: Records) -> Iterator[Finding]:
+def _find_wrong_updates(recent: Records) -> Iterator[Finding]:
     """Find layers whose weights move too far, and layers whose weights hardly move."""
     last = recent[-1]
-    medians = _medians(recent, "update", "ratio")
+    medians = _compute_medians(recent, "update", "ratio")
     ratios = {name: ratio for name, ratio in medians.items() if not _holds_another(name, last)}
     ranked = sorted(ratios, key=ratios.__getitem__)
     least, most = UPDATE_RATIO_RANGE
@@ -207,7 +213,7 @@ def _updates(recent: Records) -> Iterator[Finding]:
             yield Finding("update", tuple(names), last.step, ratio, message)
 
 
-def _scaled(recent: Records) -> Iterator[Finding]:
+def _find_scaling(recent: Records) -> Iterator[Finding]:
     factors = [record.scaled for record in recent if record.scaled is not None]
     factor = statistics.median(factors) if factors else 1.0
     if 0.1 <= factor <= 1.001 or recent[-1].gradients_read != AFTER_BACKWARD:
@@ -223,22 +229,22 @@ def flow_json(flow: GradFlow) -> dict[str, Any]:
     """Return all records and findings; non-finite figures become the words `inf` and `nan`."""
     return {
         "every": flow.every,
-        "findings": _as_json(flow_findings(flow.records)),
-        "steps": _as_json(flow.records),
+        "findings": _to_json(flow_findings(flow.records)),
+        "steps": _to_json(flow.records),
     }
 
 
-def _as_json(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Convert records for JSON, with their properties; infinities and nan become words."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {key: _as_json(entry) for key, entry in value.items()}
+        return {key: _to_json(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_as_json(entry) for entry in value]
+        return [_to_json(entry) for entry in value]
     if not is_dataclass(value):
         return value
-    return {name: _as_json(getattr(value, name)) for name in dir(value) if name[0] != "_"}
+    return {name: _to_json(getattr(value, name)) for name in dir(value) if name[0] != "_"}
 
 
 # Text report of grad-flow: findings, then a table of layers, in at most 80 columns.
@@ -260,7 +266,7 @@ def flow_table(records: Records, *, most: int = 24) -> str:
         return "no step was probed: the first record is made after the optimizer's first step"
     last = records[-1]
     findings = flow_findings(records)
-    lines = [_opening(records)]
+    lines = [_write_opening(records)]
     if not findings:
         text = (
             f"nothing is wrong in the outputs, gradients and updates of {len(last.layers)} layers "
@@ -276,14 +282,16 @@ def flow_table(records: Records, *, most: int = 24) -> str:
     flagged = {finding.layers[0] for finding in findings if finding.layers}
     inside = tuple(f"{name}." for name in last.layers)
     ranked = sorted(last.layers, key=lambda name: (name not in flagged, name.startswith(inside)))
-    lines += [_row(name, layer) for name, layer in last.layers.items() if name in ranked[:most]]
+    lines += [
+        _format_row(name, layer) for name, layer in last.layers.items() if name in ranked[:most]
+    ]
     num_hidden = len(ranked[most:])
     if num_hidden:
         lines.append(f"... and {num_hidden} more layers: choose with layers=, all are in the JSON")
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _opening(records: Records) -> str:
+def _write_opening(records: Records) -> str:
     last = records[-1]
     norm = "none" if last.gradient is None else f"{last.gradient.norm:.3g}"
     unscaled = last.scaled is None or not math.isfinite(last.scaled) or 0.999 < last.scaled < 1.001
@@ -296,22 +304,22 @@ def _opening(records: Records) -> str:
     return "\n".join(textwrap.fill(one, TEXT_WIDTH) for one in (text, *last.notes))
 
 
-def _row(name: str, layer: LayerFlow) -> str:
+def _format_row(name: str, layer: LayerFlow) -> str:
     short = name if len(name) <= LAYER_NAME_WIDTH else f"...{name[3 - LAYER_NAME_WIDTH :]}"
     activation = "not called"
     if layer.activation is not None:
         spread = layer.activation
-        activation = f"{spread.rms:>8.1e} {_shares(spread)}"
+        activation = f"{spread.rms:>8.1e} {_format_shares(spread)}"
     ratio = "-"
     if layer.update is not None:
         ratio = "new" if layer.update.ratio is None else f"{layer.update.ratio:.1e}"
-    return f"{short:<{LAYER_NAME_WIDTH}} {activation:>18}  {_gradient(layer)}  {ratio:>7}"
+    return f"{short:<{LAYER_NAME_WIDTH}} {activation:>18}  {_format_gradient(layer)}  {ratio:>7}"
 
 
-def _gradient(layer: LayerFlow) -> str:
+def _format_gradient(layer: LayerFlow) -> str:
     spread = layer.gradient
     if spread is not None:
-        return f"{spread.norm:>7.1e} {_shares(spread)}"
+        return f"{spread.norm:>7.1e} {_format_shares(spread)}"
 
     if layer.without_gradient:
         reason = "none"
@@ -324,7 +332,7 @@ def _gradient(layer: LayerFlow) -> str:
     return f"{reason:>17}"
 
 
-def _shares(spread: ValueSpread) -> str:
+def _format_shares(spread: ValueSpread) -> str:
     """Format the percentages of zeros and of nonfinite elements, rounded up: 0% has none."""
     percentages = (-(-100 * part // spread.elements) for part in (spread.zeros, spread.nonfinite))
     return " ".join(f"{percentage:>3}%" for percentage in percentages)

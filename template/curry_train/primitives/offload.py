@@ -56,7 +56,7 @@ def available_host_bytes(system: Path = Path("/")) -> int | None:
     This is the kernel's `MemAvailable`, or what a control group leaves if that is less. None if
     the system reports neither, as on macOS.
     """
-    kernel = [1024 * size for size in _statistic(system / "proc/meminfo", "MemAvailable")]
+    kernel = [1024 * size for size in _read_statistic(system / "proc/meminfo", "MemAvailable")]
     return min([*kernel, *_group_bytes(system)], default=None)
 
 
@@ -76,25 +76,27 @@ def _group_bytes(system: Path) -> Iterator[int]:
     File pages that the kernel can drop do not count as used.
     """
     root = system / "sys/fs/cgroup"
-    for line in _lines(system / "proc/self/cgroup"):
+    for line in _read_lines(system / "proc/self/cgroup"):
         # Of the second version; in a container only the root group may be visible.
         folder = Path(line[3:].strip("/"))
         groups = [folder, *folder.parents] if line.startswith("0::") else []
         for group in (root / path for path in groups):
-            limit = _lines(group / "memory.max")
-            used = _lines(group / "memory.current")
+            limit = _read_lines(group / "memory.max")
+            used = _read_lines(group / "memory.current")
             if used and limit and limit[0] != "max":
-                droppable = _statistic(group / "memory.stat", "inactive_file")
+                droppable = _read_statistic(group / "memory.stat", "inactive_file")
                 yield int(limit[0]) - int(used[0]) + sum(droppable)
 
 
-def _lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.is_file() else []
 
 
-def _statistic(path: Path, name: str) -> list[int]:
+def _read_statistic(path: Path, name: str) -> list[int]:
     """Return the number after a name in a file of the kernel, if it is there."""
-    return [int(line.split()[1]) for line in _lines(path) if line.split()[0].strip(":") == name]
+    return [
+        int(line.split()[1]) for line in _read_lines(path) if line.split()[0].strip(":") == name
+    ]
 
 
 def host_buffer(nbytes: int, *, pinned: bool) -> Tensor:
@@ -295,7 +297,7 @@ class Moved:
             self.step.cursor = saved.index
 
         self.copies.wait(self.done)
-        self._arrived()
+        self._note_arrival()
         self.unused.discard(saved)
         if not self.unused:
             # Where the graph is kept, the copy does not wait for its next backward.
@@ -308,9 +310,9 @@ class Moved:
         if self.ahead and self.done is not None:
             # Nothing has waited for this copy, and it still writes to the memory freed here.
             self.done.synchronize()
-        self._arrived()
+        self._note_arrival()
 
-    def _arrived(self) -> None:
+    def _note_arrival(self) -> None:
         if self.ahead:
             self.ahead = False
             self.step.ahead_bytes -= self.nbytes
@@ -378,7 +380,7 @@ class OffloadedCall:
 
     def __init__(self, step: OffloadedForward, block: nn.Module, inputs: Any) -> None:
         self.step = step
-        self.owned = step.owned | _addresses(block)
+        self.owned = step.owned | _list_addresses(block)
         self.device = next((parameter.device.type for parameter in block.parameters()), None)
         data = [
             leaf
@@ -393,7 +395,7 @@ class OffloadedCall:
         """Return the object that autograd holds in place of a tensor."""
         step = self.step
         base = tensor if tensor._base is None else tensor._base
-        reason = self._why_it_stays(tensor, base)
+        reason = self._explain_why_it_stays(tensor, base)
         if reason is None:
             moved = step.moved.get(tensor.untyped_storage(), lambda: None)()
             if moved is None:
@@ -408,10 +410,10 @@ class OffloadedCall:
 
         step.report.skip(tensor, reason)
         if reason == WEIGHT_CAST:
-            return CastAgain(tensor, _weight_of_cast(base))
+            return CastAgain(tensor, _find_cast_weight(base))
         return CheckedTensor(tensor)
 
-    def _why_it_stays(self, tensor: Tensor, base: Tensor) -> str | None:
+    def _explain_why_it_stays(self, tensor: Tensor, base: Tensor) -> str | None:
         """Return the reason to leave a tensor on the device, or None to move its storage."""
         if (
             type(tensor) not in PLAIN_TENSOR_TYPES
@@ -433,7 +435,7 @@ class OffloadedCall:
             return OTHER_REASON
         if size < max(1, self.step.offloader.min_bytes):
             return SMALL_REASON
-        if _weight_of_cast(base) is not None:
+        if _find_cast_weight(base) is not None:
             return WEIGHT_CAST
         return SLICE_REASON if _address(tensor) in self.slices else None
 
@@ -463,7 +465,9 @@ class Offloader:
             model = self.model()
             # Leave out the block's own tensors: FSDP2 frees them after the block's forward, and
             # their addresses are reused.
-            owned = frozenset() if model is None else _addresses(model) - _addresses(block)
+            owned = (
+                frozenset() if model is None else _list_addresses(model) - _list_addresses(block)
+            )
             step = OffloadedForward(self, owned)
             self.step = weakref.ref(step)
             self.report = step.report
@@ -521,7 +525,7 @@ def offload_report(model: nn.Module) -> OffloadReport:
     raise ValueError("no block of this model is offloaded: call offload_blocks(model) first")
 
 
-def _addresses(module: nn.Module) -> frozenset[int]:
+def _list_addresses(module: nn.Module) -> frozenset[int]:
     """Return the storage addresses of a module's parameters and buffers."""
     tensors = [*module.parameters(), *module.buffers()]
     return frozenset(_address(tensor) for tensor in tensors if type(tensor) in PLAIN_TENSOR_TYPES)
@@ -540,7 +544,7 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
         ) from error
 
 
-def _weight_of_cast(base: Tensor) -> Any:
+def _find_cast_weight(base: Tensor) -> Any:
     """Return the parameter that a tensor is a cast of, if any."""
     node = base.grad_fn
     if node is None or node.name() != CAST_NODE or base._version:

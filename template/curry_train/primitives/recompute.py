@@ -165,7 +165,9 @@ def run_checkpointed(
 ) -> Any:
     """Call `run(*args, **kwargs)`, saving only its inputs; `modules` are those that `run` calls."""
     args, kwargs = inputs
-    if not options.enabled or (options.use_reentrant and not _gradients_flow(run, modules, inputs)):
+    if not options.enabled or (
+        options.use_reentrant and not _check_gradients(run, modules, inputs)
+    ):
         return run(*args, **kwargs)
 
     names = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
@@ -216,7 +218,7 @@ def _end_hooks(error: BaseException) -> None:
             frame.f_locals["gen"].close()
 
 
-def _gradients_flow(run: Any, modules: Sequence[nn.Module], inputs: Inputs) -> bool:
+def _check_gradients(run: Any, modules: Sequence[nn.Module], inputs: Inputs) -> bool:
     """Return whether an input requires grad; refuse reentrant calls that would lose gradients.
 
     Reentrant checkpointing runs backward only through positional tensors.
@@ -259,7 +261,7 @@ def leave_out_caches(block: nn.Module, inputs: Inputs) -> Inputs:
     given = (*args, *kwargs.values())
     caches = {value for value in given if isinstance(value, cache_utils.Cache)}
     # Blocks that share keys find them in such a layer.
-    layers = [layer for cache in caches for stack in _stacks(cache) for layer in stack]
+    layers = [layer for cache in caches for stack in _list_stacks(cache) for layer in stack]
     if not caches or any(type(layer).__name__ == "DummyLayer" for layer in layers):
         return inputs
 
@@ -267,7 +269,7 @@ def leave_out_caches(block: nn.Module, inputs: Inputs) -> Inputs:
     own_index = next((index for index in indices if isinstance(index, int)), 0)
     for cache in caches:
         left_out = _left_out.setdefault(cache, WeakSet())
-        own = [layer for stack in _stacks(cache) for layer in stack[own_index : own_index + 1]]
+        own = [layer for stack in _list_stacks(cache) for layer in stack[own_index : own_index + 1]]
         if block in left_out or any(map(_is_filled, own)):
             raise ValueError(
                 f"{type(block).__name__} gets a cache that it has been given before or that holds "
@@ -280,7 +282,7 @@ def leave_out_caches(block: nn.Module, inputs: Inputs) -> Inputs:
     return tuple(left[: len(args)]), dict(zip(kwargs, left[len(args) :], strict=True))
 
 
-def _stacks(cache: Any) -> list[list[Any]]:
+def _list_stacks(cache: Any) -> list[list[Any]]:
     """Return the layers of a cache, for self-attention and for cross-attention."""
     names = ("self_attention_cache", "cross_attention_cache")
     halves = [cache, *(getattr(cache, name, None) for name in names)]

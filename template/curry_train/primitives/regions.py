@@ -88,10 +88,10 @@ class Replay:
 
     def _take(self, index: int) -> Tensor:
         if index not in self.results:
-            self._again()
+            self._compute_again()
         return self.results.pop(index)
 
-    def _again(self) -> None:
+    def _compute_again(self) -> None:
         for tensor, version in zip(self.inputs, self.versions, strict=True):
             check_unchanged(tensor, version)
         saved: list[Tensor] = []
@@ -171,13 +171,13 @@ def pack(tensor: Tensor) -> CheckedTensor | RecomputedTensor:
     is_plain = base._version == 0 and base.dtype == tensor.dtype and not base.is_nested
     is_plain &= tensor.is_conj() == base.is_conj()
     if base.grad_fn is not None and is_plain:
-        make = _recipe(base)
+        make = _make_recipe(base)
         if make is not None:
             return RecomputedTensor(tensor, base, make)
     return CheckedTensor(tensor)
 
 
-def _recipe(base: Tensor) -> Callable[[], Tensor] | None:
+def _make_recipe(base: Tensor) -> Callable[[], Tensor] | None:
     """Return a function that computes a tensor again in backward, or None."""
     replay: Replay | None = getattr(base, REPLAY_KEY, None)
     if replay is not None:

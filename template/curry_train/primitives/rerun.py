@@ -66,7 +66,7 @@ def modules_of(function: Any, *, depth: int = 0) -> list[nn.Module]:
     by objects, and in plain lists of modules.
     """
     found: dict[nn.Module, None] = {}
-    for value in tree_leaves(list(_used_by(function))):
+    for value in tree_leaves(list(_find_used(function))):
         inside: list[Any] = []
         if isinstance(value, nn.Module):
             found[value] = None
@@ -85,7 +85,7 @@ def modules_of(function: Any, *, depth: int = 0) -> list[nn.Module]:
     return list(found)
 
 
-def _used_by(function: Any) -> Iterator[Any]:
+def _find_used(function: Any) -> Iterator[Any]:
     """Yield the objects that a function is bound to, or finds outside of its arguments."""
     while isinstance(function, functools.partial | MethodType):
         if isinstance(function, MethodType):
@@ -144,7 +144,7 @@ class BlockState:
             if module in self.states or isinstance(module, torch.jit.ScriptModule | None):
                 continue
             modules += module._modules.values()
-            parameters, buffers, attributes = _held_by(module)
+            parameters, buffers, attributes = _read_held(module)
             # A second call of a norm leaves its statistics alone.
             buffers = {} if isinstance(module, _NormBase) else buffers
             self.states[module] = state = SimpleNamespace(
@@ -196,7 +196,7 @@ class BlockState:
                         "backward before the change, or assign a new tensor"
                     )
         with contextlib.ExitStack() as stack:
-            stack.callback(_put_back, [(module, _held_by(module)) for module in self.states])
+            stack.callback(_put_back, [(module, _read_held(module)) for module in self.states])
             _put_back([(module, state.held) for module, state in states])
             for module, state in states:
                 buffers = module._buffers
@@ -224,7 +224,7 @@ class BlockState:
 Held = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 
-def _held_by(module: nn.Module) -> Held:
+def _read_held(module: nn.Module) -> Held:
     """Return parameters, buffers and attributes of a module."""
     return module._parameters.copy(), module._buffers.copy(), module.__dict__.copy()
 

@@ -82,7 +82,7 @@ class Choices(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name not in CHOOSING_NAMES:
             return func(*args, **kwargs)
-        scores = args[0] if args and _are_a_routers(args[0]) else None
+        scores = args[0] if args and _are_router_scores(args[0]) else None
         following = None
         if self.repeats and self.position < len(self.kept):
             following = self.kept[self.position]
@@ -106,23 +106,23 @@ class Choices(TorchFunctionMode):
                 for output, kept in zip(outputs, following[1], strict=True):
                     self._overwrite(output, kept)
             else:
-                with torch.no_grad(), self._unseen():
+                with torch.no_grad(), self._leave_policy():
                     kept_scores = None if scores is None else scores.detach().clone()
                     self.kept.append((kept_scores, [output.detach().clone() for output in outputs]))
         return found
 
     def _overwrite(self, tensor: Tensor, value: Tensor) -> None:
         """Write a value into a tensor and into what autograd saved of it, unnoticed by both."""
-        with self._unseen():
+        with self._leave_policy():
             tensor.data.copy_(value)
 
-    def _unseen(self) -> contextlib.AbstractContextManager[Any]:
+    def _leave_policy(self) -> contextlib.AbstractContextManager[Any]:
         """Leave the policy's dispatch mode, which counts operations, if the block has one."""
         has_policy = isinstance(self.others, TorchDispatchMode)
         return _pop_mode_temporarily() if has_policy else contextlib.nullcontext()
 
 
-def _are_a_routers(scores: Any) -> bool:
+def _are_router_scores(scores: Any) -> bool:
     """Check for scores that this run computed and backward needs, of few experts."""
     return (
         isinstance(scores, Tensor)
@@ -159,9 +159,9 @@ def keep_routing(model: nn.Module, *, blocks: Globs | None = None) -> list[str]:
         block = found[name]
         technique = block._technique
         if isinstance(technique, Segment):
-            technique.options = _routed(technique.options)
+            technique.options = _add_routing(technique.options)
         else:
-            block._technique = _routed(technique)
+            block._technique = _add_routing(technique)
         for module in block.modules():
             # Each call keeps the values of small buffers, so that they may be written after it.
             buffers = dict(module.named_buffers(recurse=False))
@@ -177,5 +177,5 @@ def has_router(block: nn.Module) -> bool:
     return any(ROUTING_NAME.search(name) for names in found for name in names)
 
 
-def _routed(options: RecomputeOptions) -> RecomputeOptions:
+def _add_routing(options: RecomputeOptions) -> RecomputeOptions:
     return dataclasses.replace(options, change_contexts=routed_contexts)

@@ -101,7 +101,7 @@ class ForwardRecord:
         self.runs_backward = runs_backward
         self._known = WeakIdKeyDictionary()
         for tensor in (*model.parameters(), *model.buffers()):
-            self._number(tensor)
+            self._number_storage(tensor)
         # Storages with lower numbers are the model's own, which recompute leaves.
         self._first_made = len(self.sizes)
 
@@ -114,7 +114,7 @@ class ForwardRecord:
             for name, module in self._named.items():
                 if name and not isinstance(module, torch.jit.ScriptModule):
                     # As recompute does, and without hooks, which a direct call would skip.
-                    forward = self._recorded(name, module, module.forward)
+                    forward = self._record_call(name, module, module.forward)
                     stack.enter_context(mock.patch.object(module, "forward", forward))
             yield
 
@@ -132,14 +132,14 @@ class ForwardRecord:
         """Return the most bytes that a call of a module saves besides its inputs."""
         return max(self.bytes_of(self.saved_in(call) - call.inputs) for call in self.calls[name])
 
-    def _recorded(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Any:
+    def _record_call(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Any:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            versions = [(tensor, tensor._version) for tensor in _given_tensors((args, kwargs))]
+            versions = [(tensor, tensor._version) for tensor in _find_tensors((args, kwargs))]
             inputs = frozenset(
                 number
                 for tensor, _ in versions
-                if (number := self._number(tensor)) >= self._first_made
+                if (number := self._number_storage(tensor)) >= self._first_made
             )
             trains = module.training and torch.is_grad_enabled()
             around = self._running
@@ -167,7 +167,7 @@ class ForwardRecord:
         return run
 
     def _pack(self, tensor: Tensor) -> Any:
-        number = self._number(tensor)
+        number = self._number_storage(tensor)
         if number >= self._first_made:
             self.log.append(number)
         return tensor if self.runs_backward else None
@@ -177,7 +177,7 @@ class ForwardRecord:
             raise ValuesNeeded("the forward runs a backward")
         return packed
 
-    def _number(self, tensor: Tensor) -> int:
+    def _number_storage(self, tensor: Tensor) -> int:
         """Return the number of a tensor's storage."""
         try:
             storage: Any = tensor.untyped_storage()
@@ -205,14 +205,14 @@ def _cannot_change(module: nn.Module) -> bool:
     return False
 
 
-def _given_tensors(given: Any, depth: int = 2) -> Iterator[Tensor]:
+def _find_tensors(given: Any, depth: int = 2) -> Iterator[Tensor]:
     """Yield the tensors among arguments, also those in attributes of plain objects."""
     for leaf in tree_leaves(given):
         if isinstance(leaf, Tensor):
             if not leaf.is_inference():
                 yield leaf
         elif depth and hasattr(leaf, "__dict__") and not (isinstance(leaf, type) or callable(leaf)):
-            yield from _given_tensors(list(vars(leaf).values()), depth - 1)
+            yield from _find_tensors(list(vars(leaf).values()), depth - 1)
 
 
 # Choose the cut through the calls with the fewest blocks whose peak is near the lowest one.
@@ -257,7 +257,7 @@ def _can_be_block(record: ForwardRecord, name: str) -> bool:
     )
 
 
-def _lowest_cut(record: ForwardRecord) -> tuple[list[str], float]:
+def _find_lowest_cut(record: ForwardRecord) -> tuple[list[str], float]:
     """Return the first cut near the lowest peak, and the most that containers' may have.
 
     The cuts go from the model's children downwards.
@@ -265,7 +265,7 @@ def _lowest_cut(record: ForwardRecord) -> tuple[list[str], float]:
     kinds = record.kinds
     left = [name for name in record.calls if _can_be_block(record, name)]
     cuts: list[tuple[int, list[str]]] = []
-    while names := _outermost(record, left):
+    while names := _select_outermost(record, left):
         cuts.append((estimate_peak(record, names)[0], names))
         largest = kinds[max(names, key=record.most_inside)]
         left = [name for name in left if kinds[name] != largest]
@@ -296,7 +296,7 @@ def _lowest_cut(record: ForwardRecord) -> tuple[list[str], float]:
     return with_idle, most
 
 
-def _outermost(record: ForwardRecord, names: list[str]) -> list[str]:
+def _select_outermost(record: ForwardRecord, names: list[str]) -> list[str]:
     """Leave out modules that others call or hold, and kinds that save hardly more than inputs."""
     chosen = set(names)
     apart = [name for name in names if not _runs_inside(record, name, chosen)]
@@ -372,28 +372,28 @@ def choose_blocks(
     except HooksRefused as refusal:
         return BlockChoice(tuple(find_blocks(model, blocks)), blocks, None, (str(refusal),))
     if blocks is not None:
-        return _choice(record, list(find_blocks(model, blocks)), blocks)
-    best, limit = _lowest_cut(record)
+        return _make_choice(record, list(find_blocks(model, blocks)), blocks)
+    best, limit = _find_lowest_cut(record)
     try:
         static = list(find_blocks(model))
     except NoBlocks:
         if not best:
             raise
-        return _choice(record, best, ChosenBlocks(best))
-    why = _why_not(record, static, best, limit)
+        return _make_choice(record, best, ChosenBlocks(best))
+    why = _explain_choice(record, static, best, limit)
     if not why:
-        return _choice(record, static, None)
-    return _choice(record, best, ChosenBlocks(best), why)
+        return _make_choice(record, static, None)
+    return _make_choice(record, best, ChosenBlocks(best), why)
 
 
-def _choice(
+def _make_choice(
     record: ForwardRecord,
     names: list[str],
     blocks: Globs | None,
     *why: str,
 ) -> BlockChoice:
     notes = [sentence for sentence, _ in unusual_blocks(record, names).values()]
-    return BlockChoice(tuple(names), blocks, _coverage(record, names), (*why, *notes))
+    return BlockChoice(tuple(names), blocks, _measure_coverage(record, names), (*why, *notes))
 
 
 def record_forward(model: nn.Module, batch: Any, loss: Loss) -> ForwardRecord:
@@ -417,20 +417,20 @@ def record_forward(model: nn.Module, batch: Any, loss: Loss) -> ForwardRecord:
     return record
 
 
-def _coverage(record: ForwardRecord, names: Sequence[str]) -> float:
+def _measure_coverage(record: ForwardRecord, names: Sequence[str]) -> float:
     return estimate_peak(record, names)[1] / max(1, record.total_bytes)
 
 
-def _why_not(record: ForwardRecord, static: list[str], best: list[str], limit: float) -> str:
+def _explain_choice(record: ForwardRecord, static: list[str], best: list[str], limit: float) -> str:
     """Explain why the blocks that the containers give are not taken; empty if they are."""
     if not best:
         return ""
-    if idle := _never_called(record, static):
+    if idle := _find_never_called(record, static):
         return f"the containers give {listed(idle)}, of which none is called"
     broken = [name for name in static if name in record.calls and not _can_be_block(record, name)]
     if broken:
         is_compiled = any(name in record.refused for name in broken)
-        if is_compiled and _coverage(record, best) < _coverage(record, static):
+        if is_compiled and _measure_coverage(record, best) < _measure_coverage(record, static):
             return ""
         return f"the containers give {listed(broken)}, which hold nothing or can't be recomputed"
     peak, _ = estimate_peak(record, static)
@@ -462,7 +462,7 @@ def unusual_blocks(record: ForwardRecord, names: Sequence[str]) -> dict[str, tup
     """Return a sentence and the blocks for each of `TRAITS` that some blocks have."""
     calls = {name: record.calls[name] for name in names if name in record.calls}
     found = {
-        "idle": _never_called(record, names),
+        "idle": _find_never_called(record, names),
         "off": [name for name in calls if not any(call.trains for call in calls[name])],
         "repeated": [name for name in calls if len(calls[name]) > 1],
         "writing": [name for name in calls if any(call.writes_input for call in calls[name])],
@@ -480,7 +480,7 @@ def unusual_blocks(record: ForwardRecord, names: Sequence[str]) -> dict[str, tup
     }
 
 
-def _never_called(record: ForwardRecord, names: Sequence[str]) -> list[str]:
+def _find_never_called(record: ForwardRecord, names: Sequence[str]) -> list[str]:
     """Return the blocks that did not run, unless others of their kind did."""
     running_kinds = {record.kinds[name] for name in names if name in record.calls}
     return [name for name in names if record.kinds[name] not in running_kinds]

@@ -62,27 +62,27 @@ def find_operations(named: Iterable[Any]) -> frozenset[Operation]:
     return frozenset(found)
 
 
-def _overloads(namespace: str, *names: str) -> frozenset[Operation]:
+def _find_overloads(namespace: str, *names: str) -> frozenset[Operation]:
     """Return the overloads of those named operations that this version of torch has."""
     space = getattr(torch.ops, namespace)
     return find_operations(getattr(space, name) for name in names if hasattr(space, name))
 
 
-MATMULS = _overloads(
+MATMULS = _find_overloads(
     "aten", "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"
 )
-ATTENTION_OPERATIONS = _overloads(
+ATTENTION_OPERATIONS = _find_overloads(
     "aten",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
-) | _overloads("higher_order", "flex_attention")
-CONVOLUTIONS = _overloads(
+) | _find_overloads("higher_order", "flex_attention")
+CONVOLUTIONS = _find_overloads(
     "aten", "convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"
 )
-COLLECTIVES = _overloads(
+COLLECTIVES = _find_overloads(
     "_c10d_functional",
     "all_gather_into_tensor",
     "all_reduce",
@@ -92,7 +92,7 @@ COLLECTIVES = _overloads(
 )
 
 # Autograd treats the outputs of these as new tensors, although they are views.
-UNSAFE_SPLITS = _overloads("aten", "unsafe_split", "unsafe_split_with_sizes")
+UNSAFE_SPLITS = _find_overloads("aten", "unsafe_split", "unsafe_split_with_sizes")
 
 # The family of each expensive operation, the same on every device.
 FAMILIES = {
@@ -126,7 +126,7 @@ def is_cheap(operation: Operation) -> bool:
     return any(tag.name in kinds for tag in operation.tags) or operation in _NORMALIZATIONS
 
 
-_NORMALIZATIONS = _overloads(
+_NORMALIZATIONS = _find_overloads(
     "aten",
     "native_layer_norm",
     "native_group_norm",
@@ -310,7 +310,7 @@ class _BlockForward:
 
 
 @functools.cache
-def _as_reported(kind: Any) -> Any:
+def _subclass_mode(kind: Any) -> Any:
     """Subclass torch's dispatch mode for one run of a `_BlockForward`, and leave casts out.
 
     A run that ends without an error is checked. Autocast casts a weight once and caches it for the
@@ -380,16 +380,16 @@ def apply_sac(
 
     found = find_blocks(model, blocks)
     for name, block in found.items():
-        contexts = functools.partial(_contexts, chosen, name, allow_cache_entry_mutation)
+        contexts = functools.partial(_make_contexts, chosen, name, allow_cache_entry_mutation)
         become(Sac, block, replace(settings, context_fn=contexts))
     return list(found)
 
 
-def _contexts(policy: Policy, block: str, allow_mutation: bool) -> Pair:
+def _make_contexts(policy: Policy, block: str, allow_mutation: bool) -> Pair:
     forward = _BlockForward(policy, block)
     modes: Any = create_selective_checkpoint_contexts(forward.decide, allow_mutation)
     for mode in modes:
-        mode.__class__ = _as_reported(mode.__class__)
+        mode.__class__ = _subclass_mode(mode.__class__)
         mode.forward = forward
     first, second = modes
     second.policy_fn = forward.repeat

@@ -42,7 +42,7 @@ class Segment:
     # Outputs of the blocks that are still to be called.
     outputs: list[Any] = field(default_factory=list)
     arguments: tuple[Any, ...] = ()
-    # The tensor that the next block must get, and what `_uses` counted for it.
+    # The tensor that the next block must get, and what `_count_uses` counted for it.
     passed: Tensor | None = None
     uses: tuple[int, int] = 0, 0
     # The state of torch's generator after the last call.
@@ -62,8 +62,8 @@ class Segment:
         output = self.outputs.pop(0)
         if self.outputs:
             self.passed = _stream(output, block)
-            self.uses = _uses(self.passed)
-            self.generator = _generator(self.passed)
+            self.uses = _count_uses(self.passed)
+            self.generator = _read_generator(self.passed)
         else:
             # The forward is over, and nothing of it stays alive here.
             self.passed = None
@@ -114,7 +114,7 @@ class Segment:
             )
         args, kwargs = inputs
         taken = args[0] if args else None
-        if taken is not self.passed or _uses(taken) != self.uses:
+        if taken is not self.passed or _count_uses(taken) != self.uses:
             raise ChainBroken(
                 f"{name} does not take the output of {self.names[position - 1]} unchanged and "
                 f"unused, so the two can't share a segment; {REMEDY}"
@@ -124,7 +124,7 @@ class Segment:
                 f"random numbers are drawn between {self.names[position - 1]} and {name}, as where "
                 f"layers are dropped at random, so the two can't share a segment; {REMEDY}"
             )
-        if _described((args[1:], kwargs)) != _described(self.arguments):
+        if _describe_arguments((args[1:], kwargs)) != _describe_arguments(self.arguments):
             raise ChainBroken(
                 f"{name} takes other arguments than {self.names[0]}, so the two can't share a "
                 f"segment; {REMEDY}"
@@ -200,7 +200,7 @@ def _split(chain: list[str], num_segments: int) -> list[list[str]]:
     return [chain[start:end] for start, end in itertools.pairwise(ends)]
 
 
-def _uses(tensor: Any) -> tuple[int, int]:
+def _count_uses(tensor: Any) -> tuple[int, int]:
     """Return how often a tensor was changed in place, and how many nodes of autograd hold it.
 
     An operation between two blocks that saves the tensor for its backward would run after both
@@ -210,7 +210,7 @@ def _uses(tensor: Any) -> tuple[int, int]:
     return (0, 0) if torch.compiler.is_compiling() else (tensor._version, tensor._use_count())
 
 
-def _generator(output: Tensor) -> Tensor | None:
+def _read_generator(output: Tensor) -> Tensor | None:
     """Return the state of torch's generator; compiled code and fake tensors can't compare it."""
     is_plain = type(output) is Tensor and not torch.compiler.is_compiling()
     return torch.get_rng_state() if is_plain else None
@@ -227,7 +227,7 @@ def _stream(output: Any, block: nn.Module) -> Tensor:
     return first
 
 
-def _described(arguments: Any) -> Any:
+def _describe_arguments(arguments: Any) -> Any:
     """Return arguments with the memory of each tensor in place of it.
 
     Slices of one buffer are new tensors each time.

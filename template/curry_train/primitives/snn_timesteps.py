@@ -160,11 +160,13 @@ def best_chunks(num_steps: int, costs: Costs) -> list[int]:
     Each chunk is as long as fits under that peak beside the boundaries that are held with it.
     """
     most = num_steps * costs.step_bytes + 1
-    peak = bisect_left(range(most), True, key=lambda peak: bool(_fitting(peak, num_steps, costs)))
-    return _fitting(peak, num_steps, costs)
+    peak = bisect_left(
+        range(most), True, key=lambda peak: bool(_find_chunk_sizes(peak, num_steps, costs))
+    )
+    return _find_chunk_sizes(peak, num_steps, costs)
 
 
-def _fitting(peak: int, num_steps: int, costs: Costs) -> list[int]:
+def _find_chunk_sizes(peak: int, num_steps: int, costs: Costs) -> list[int]:
     """Return the sizes of the longest chunks under a peak, or none if there are no such chunks."""
     sizes: list[int] = []
     left = num_steps
@@ -198,7 +200,7 @@ def check_step(step: TimestepFunction, timesteps: Sequence[Any], state: Any) -> 
     the same to the bit: outputs, states and what autograd saves.
     """
     modules = modules_of(step, depth=DEEPEST_SEARCH)
-    (first, costs), (second, _) = (_checked_run(step, timesteps, state, modules) for _ in range(2))
+    (first, costs), (second, _) = (_run_checked(step, timesteps, state, modules) for _ in range(2))
     # On other devices a kernel may add in another order each time.
     if all(value.device.type == "cpu" for value in first if isinstance(value, Tensor)):
         try:
@@ -214,7 +216,7 @@ def check_step(step: TimestepFunction, timesteps: Sequence[Any], state: Any) -> 
     return costs
 
 
-def _checked_run(
+def _run_checked(
     step: TimestepFunction, timesteps: Sequence[Any], state: Any, modules: Sequence[nn.Module]
 ) -> tuple[list[Any], Costs]:
     """Run the first timesteps on copies; return what a second run has to repeat, and the costs."""
@@ -226,13 +228,13 @@ def _checked_run(
     ]
     # The storages of the inputs, and those that autograd saves. It saves parameters in the first
     # step, whose bytes do not count.
-    storages = _storages(inputs)
+    storages = _find_storages(inputs)
     held = []
 
     def note(tensor: Tensor) -> Tensor:
         if not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
             results.append(tensor.detach().clone())
-        storages.update(_storages(tensor))
+        storages.update(_find_storages(tensor))
         return tensor
 
     # Modules and random generators are restored: these steps only examine a loop.
@@ -251,10 +253,10 @@ def _checked_run(
             results += [leaf for leaf in leaves if isinstance(leaf, Tensor | Number)]
             held.append(sum(storages.values()))
     # The first timestep may hold other bytes, because it starts from the initial state.
-    return results, Costs(sum(_storages(state).values()), held[2] - held[1])
+    return results, Costs(sum(_find_storages(state).values()), held[2] - held[1])
 
 
-def _storages(tree: Any) -> dict[torch.UntypedStorage, int]:
+def _find_storages(tree: Any) -> dict[torch.UntypedStorage, int]:
     """Return the storages of the dense tensors in a tree, with their bytes."""
     return {
         leaf.untyped_storage(): leaf.untyped_storage().nbytes()

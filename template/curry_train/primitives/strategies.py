@@ -134,7 +134,7 @@ def choose_segments(
 SELECTIVE_SHARE = 0.6
 
 
-def _sequential(model: nn.Module, sample: Sample) -> list[str]:
+def _apply_sequential(model: nn.Module, sample: Sample) -> list[str]:
     count = sample.num_segments
     if count is None:
         if sample.batch is None:
@@ -146,7 +146,7 @@ def _sequential(model: nn.Module, sample: Sample) -> list[str]:
     return recompute_segments(model, count, blocks=sample.blocks, **sample.options)
 
 
-def _selective(model: nn.Module, sample: Sample) -> list[str]:
+def _apply_selective(model: nn.Module, sample: Sample) -> list[str]:
     layers = profile_layers(model, sample.batch, sample.loss, sample.blocks)
     held = sum(layer.bytes for layer in layers)
     names, _ = choose_largest(layers, held - round(SELECTIVE_SHARE * held + 1))
@@ -156,11 +156,11 @@ def _selective(model: nn.Module, sample: Sample) -> list[str]:
 # Selective recompute by policy, and regions.
 
 
-def _sac(model: nn.Module, sample: Sample, *, policy: str = "save_expensive") -> list[str]:
+def _apply_sac(model: nn.Module, sample: Sample, *, policy: str = "save_expensive") -> list[str]:
     return apply_sac(model, policy, blocks=sample.blocks, **sample.options)
 
 
-def _regions(model: nn.Module, sample: Sample) -> list[str]:
+def _apply_regions(model: nn.Module, sample: Sample) -> list[str]:
     """Apply regions; undo them and return no names if they free nothing."""
     if sample.batch is None:
         return apply_regions(model, blocks=sample.blocks)
@@ -175,7 +175,7 @@ def _regions(model: nn.Module, sample: Sample) -> list[str]:
 # Offload of the activations of blocks to host memory.
 
 
-def _offload(model: nn.Module, sample: Sample) -> list[str]:
+def _apply_offload(model: nn.Module, sample: Sample) -> list[str]:
     """Offload all blocks but the last; a single block is offloaded itself."""
     num_blocks = len(find_blocks(model, sample.blocks))
     return primitives.offload_blocks(model, blocks=sample.blocks, keep_last=min(1, num_blocks - 1))
@@ -199,7 +199,7 @@ def moved_bytes(model: nn.Module) -> dict[str, float]:
 MEMORY_BUDGET_SHARE = 0.5  # of the bytes that compiled code saves for backward
 
 
-def _memory_budget(model: nn.Module, sample: Sample) -> list[str]:
+def _apply_memory_budget(model: nn.Module, sample: Sample) -> list[str]:
     cuda = any(parameter.device.type == "cuda" for parameter in model.parameters())
     return primitives.memory_budget(
         model,
@@ -211,7 +211,7 @@ def _memory_budget(model: nn.Module, sample: Sample) -> list[str]:
     )
 
 
-def _timesteps(model: nn.Module, sample: Sample) -> list[str]:
+def _apply_timesteps(model: nn.Module, sample: Sample) -> list[str]:
     if sample.blocks is not None and not isinstance(sample.blocks, ChosenBlocks):
         raise ValueError(
             f"timesteps are recomputed for the whole loop, not for single blocks, "
@@ -232,33 +232,39 @@ STRATEGIES = {
             lambda model, sample: recompute_blocks(model, blocks=sample.blocks, **sample.options),
         ),
         Strategy(
-            "sequential", "recompute runs of blocks, the count with the lowest peak", _sequential
+            "sequential",
+            "recompute runs of blocks, the count with the lowest peak",
+            _apply_sequential,
         ),
         Strategy(
-            "selective", "recompute the largest blocks until 60% of the bytes are held", _selective
+            "selective",
+            "recompute the largest blocks until 60% of the bytes are held",
+            _apply_selective,
         ),
         Strategy(
-            "memory_budget", "compiled, half of the saved bytes (aot_eager on CPU)", _memory_budget
+            "memory_budget",
+            "compiled, half of the saved bytes (aot_eager on CPU)",
+            _apply_memory_budget,
         ),
-        Strategy("offload", "move what the blocks hold to CPU memory", _offload),
-        Strategy("sac", "keep products, attention and convolutions, by operation", _sac),
+        Strategy("offload", "move what the blocks hold to CPU memory", _apply_offload),
+        Strategy("sac", "keep products, attention and convolutions, by operation", _apply_sac),
         Strategy(
             "sac_matmuls",
             "keep matrix products alone, by operation",
-            partial(_sac, policy="save_matmuls"),
+            partial(_apply_sac, policy="save_matmuls"),
         ),
         Strategy(
             "sac_attention",
             "keep attention alone, by operation",
-            partial(_sac, policy="save_attention"),
+            partial(_apply_sac, policy="save_attention"),
         ),
         Strategy(
             "sac_every_second",
             "keep attention and every second matrix product, by operation",
-            partial(_sac, policy="every_second_matmul"),
+            partial(_apply_sac, policy="every_second_matmul"),
         ),
-        Strategy("regions", "keep products and attention, without a dispatch mode", _regions),
-        Strategy("timesteps", "recompute a loop over time in chunks", _timesteps),
+        Strategy("regions", "keep products and attention, without a dispatch mode", _apply_regions),
+        Strategy("timesteps", "recompute a loop over time in chunks", _apply_timesteps),
     )
 }
 
@@ -386,11 +392,11 @@ def apply_config(
     if strategy == "selective":
         # Layers above the threshold are recomputed as blocks are.
         strategy = "full"
-        blocks = _large_layers(model, config, batch, loss, layers)
+        blocks = _find_large_layers(model, config, batch, loss, layers)
     elif strategy != "none":
         # Patterns are over the blocks that the model's containers give.
         if batch is None or loss is None or config.include_patterns or config.exclude_patterns:
-            blocks = _filtered(config, list(find_blocks(model)))
+            blocks = _filter_names(config, list(find_blocks(model)))
         else:
             blocks = choose_blocks(model, batch, loss).names
     options = {name: getattr(config, name) for name in ("use_reentrant", "preserve_rng_state")}
@@ -401,7 +407,7 @@ def apply_config(
     return changed
 
 
-def _large_layers(
+def _find_large_layers(
     model: nn.Module,
     config: CheckpointConfig,
     batch: Any,
@@ -420,7 +426,7 @@ def _large_layers(
             with contextlib.suppress(NoBlocks):
                 blocks = choose_blocks(model, batch, loss).blocks
         layers = profile_layers(model, batch, loss, blocks, num_runs=config.profile_num_runs)
-    names = _filtered(config, [layer.name for layer in layers])
+    names = _filter_names(config, [layer.name for layer in layers])
     return [
         layer.name
         for layer in layers
@@ -430,7 +436,7 @@ def _large_layers(
     ]
 
 
-def _filtered(config: CheckpointConfig, names: list[str]) -> list[str]:
+def _filter_names(config: CheckpointConfig, names: list[str]) -> list[str]:
     """Keep the included names that are not excluded; a pattern without a match is an error."""
     included = match_names(names, config.include_patterns or "*", option="include_patterns")
     excluded = match_names(names, config.exclude_patterns, option="exclude_patterns")

@@ -173,7 +173,7 @@ class RunningScript(TorchFunctionMode, contextlib.ContextDecorator):
             return
         autocast = next(iter(autocast_now().values()), None)
         args, options = self.linked(args), self.linked(options)
-        modules = _modules_to((args, options))
+        modules = _find_modules_behind((args, options))
         if isinstance(function, nn.Module):
             modules.add(function)
         operation = Operation(function, args, options, autocast, modules)
@@ -205,7 +205,7 @@ class RunningScript(TorchFunctionMode, contextlib.ContextDecorator):
         thread = threading.Thread(target=self._run, name=f"script {self.path.name}", daemon=True)
         before = sys.modules["__main__"], sys.argv
         try:
-            with stepped_on_host(), self._replaced():
+            with stepped_on_host(), self._replace_calls():
                 thread.start()
                 return self._reading.result()
         finally:
@@ -247,13 +247,13 @@ class RunningScript(TorchFunctionMode, contextlib.ContextDecorator):
             self._reading.set_result(found)
         threading.Event().wait()
 
-    def _replaced(self) -> contextlib.AbstractContextManager[None]:
+    def _replace_calls(self) -> contextlib.AbstractContextManager[None]:
         """Replace torch's calls, and those that a thread must not make."""
         replaced: list[tuple[Any, str, Any]] = [
-            (nn.Module, "__call__", self._module_call),
+            (nn.Module, "__call__", self._on_module),
             (nn.Module, "compile", self._leave_uncompiled),
             (torch, "compile", self._leave_uncompiled),
-            (torch.autograd, "backward", self._backward),
+            (torch.autograd, "backward", self._on_backward),
             (torch.multiprocessing, "spawn", self._spawn),
             (torch.amp.GradScaler, "__init__", self._make_scaler),
             (atexit, "register", self._register),
@@ -266,9 +266,9 @@ class RunningScript(TorchFunctionMode, contextlib.ContextDecorator):
             replaced.append((signal, name, lambda *_: (0.0, 0.0)))
         if torch.distributed.is_available():
             replaced.append((torch.distributed, "init_process_group", self._group))
-        return replaced_calls(replaced, self._optimizer_step)
+        return replaced_calls(replaced, self._on_step)
 
-    def _module_call(self, call: Any, module: nn.Module, /, *args: Any, **options: Any) -> Any:
+    def _on_module(self, call: Any, module: nn.Module, /, *args: Any, **options: Any) -> Any:
         # Lightning Fabric's wrapper sets the precision of the module that it calls.
         if type(module).__name__ == "_FabricModule":
             return call(module, *args, **options)
@@ -300,7 +300,7 @@ class RunningScript(TorchFunctionMode, contextlib.ContextDecorator):
                 module = one.lightning_module
                 self.stop((one, module, None if source is module else source))
 
-    def _backward(self, backward: Any, tensors: Any, *args: Any, **options: Any) -> None:
+    def _on_backward(self, backward: Any, tensors: Any, *args: Any, **options: Any) -> None:
         self.backward.setdefault(self.line(), []).append(self.linked(tree_leaves(tensors)))
         self.is_in_backward = True
         try:
@@ -308,7 +308,7 @@ class RunningScript(TorchFunctionMode, contextlib.ContextDecorator):
         finally:
             self.is_in_backward = False
 
-    def _optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+    def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
         closures = [one for one in (*args[1:], *options.values()) if callable(one)]
         if closures and not self.backward:
             closures[0]()
@@ -387,7 +387,7 @@ class LossSource:
     def expression(self, value: Any, name: str) -> str:
         """Return the expression of a value; operations that make it are written first."""
         if isinstance(value, MadeTensor):
-            return self._variable(value.operation) + value.place
+            return self._name_variable(value.operation) + value.place
         if id(value) in self.known:
             return self.known[id(value)]
         if isinstance(value, PLAIN_TYPES):
@@ -401,13 +401,13 @@ class LossSource:
         # A packed sequence is a tuple by its class alone.
         if isinstance(value, list | tuple) and not isinstance(value, PackedSequence):
             inside = "".join(f"{self.expression(one, name)}, " for one in value)
-            made = self._other(type(value)) if hasattr(value, "_fields") else ""
+            made = self._name_other(type(value)) if hasattr(value, "_fields") else ""
             return f"{made}({inside})" if isinstance(value, tuple) else f"[{inside}]"
         if has_tensors(value) or callable(getattr(value, "to", None)):
-            return self._given(value, name)
-        return self._other(value)
+            return self._name_given(value, name)
+        return self._name_other(value)
 
-    def _given(self, value: Any, name: str) -> str:
+    def _name_given(self, value: Any, name: str) -> str:
         """Return an entry of the batch."""
         if isinstance(value, Tensor) and value.requires_grad:
             raise WorkloadError(
@@ -428,11 +428,11 @@ class LossSource:
         self.known[id(value)] = entry
         return entry
 
-    def _other(self, value: Any) -> str:
+    def _name_other(self, value: Any) -> str:
         self.others.append(value)
         return f"taken.others[{len(self.others) - 1}]"
 
-    def _variable(self, operation: Operation) -> str:
+    def _name_variable(self, operation: Operation) -> str:
         """Return the variable of an operation's output, whose lines are written the first time."""
         if id(operation) in self.known:
             return self.known[id(operation)]
@@ -453,12 +453,12 @@ class LossSource:
     def _call(self, operation: Operation) -> str:
         function, args = operation.function, operation.args
         if isinstance(function, nn.Module):
-            called = self.known.get(id(function)) or self._other(function)
+            called = self.known.get(id(function)) or self._name_other(function)
         else:
             # Torch's own functions have names such as torch.Tensor.view.
             called = str(resolve_name(function))
             if not called.startswith("torch."):
-                called = self._other(function)
+                called = self._name_other(function)
         parameters: list[inspect.Parameter] = []
         # Python can't inspect all functions.
         with contextlib.suppress(TypeError, ValueError):
@@ -480,7 +480,7 @@ class LossSource:
         return f"{called}({', '.join(written)})"
 
 
-def _undivided(value: Any, number: int) -> Any:
+def _undo_division(value: Any, number: int) -> Any:
     """Return a loss without its division by the number of batches of a step."""
     if isinstance(value, MadeTensor) and value.operation.function in DIVISIONS:
         divided, *by = value.operation.args
@@ -541,10 +541,10 @@ def read_script(file: str, *arguments: str) -> ScriptTraining:
     words = (file, *arguments)
     if isinstance(found, tuple):
         return ScriptTraining(words, lambda _: take_training(found))
-    return _training_of(script, found, words)
+    return _build_training(script, found, words)
 
 
-def _training_of(
+def _build_training(
     script: RunningScript, optimizer: torch.optim.Optimizer, words: tuple[str, ...]
 ) -> ScriptTraining:
     called = {parameter for one in script.called() for parameter in one.parameters()}
@@ -553,18 +553,18 @@ def _training_of(
     calls = [
         losses
         for losses in script.backward.values()
-        if any(trained & {*one.parameters()} for one in _modules_to(losses[0]))
+        if any(trained & {*one.parameters()} for one in _find_modules_behind(losses[0]))
     ]
     if not calls:
         raise WorkloadError(
             "no call of a module leads from the parameters of its "
             f"{type(optimizers[0]).__name__} to a loss whose backward it calls: write a factory"
         )
-    root = _root_of(script, trained)
+    root = _find_root(script, trained)
     precision = precision_around(root)
     count = max(map(len, calls))
     source = LossSource(root)
-    losses = [_undivided(loss, count) for first, *_ in calls for loss in first]
+    losses = [_undo_division(loss, count) for first, *_ in calls for loss in first]
     returned = " + ".join(source.expression(loss, "loss") for loss in losses)
     root.zero_grad()
     make = functools.partial(
@@ -597,13 +597,13 @@ def _is_held(script: RunningScript, root: nn.Module) -> bool:
     return any(one() is not None for one in returned)
 
 
-def _modules_to(value: Any) -> set[nn.Module]:
+def _find_modules_behind(value: Any) -> set[nn.Module]:
     """Return the modules that were called to compute the tensors in a value."""
     made = [one for one in tree_iter(value) if isinstance(one, MadeTensor)]
     return {module for one in made for module in one.operation.modules}
 
 
-def _root_of(script: RunningScript, trained: set[Tensor]) -> nn.Module:
+def _find_root(script: RunningScript, trained: set[Tensor]) -> nn.Module:
     """Return the smallest module that has all parameters of the optimizers of a script.
 
     Modules that were called come first, then all others that are alive.

@@ -177,22 +177,22 @@ def take_training(made: Any) -> Workload:
     kind = type(given[0]) if given else tuple
     known = {(one.__module__.partition(".")[0], one.__name__) for one in kind.__mro__}
     if ("transformers", "Trainer") in known:
-        return _of_hugging_face(*given)
+        return _read_hugging_face(*given)
     if known & {("lightning", "Trainer"), ("pytorch_lightning", "Trainer")}:
-        return _of_lightning(*given)
+        return _read_lightning(*given)
     if ("accelerate", "Accelerator") in known:
-        return _of_accelerator(*given)
+        return _read_accelerator(*given)
     raise WorkloadError(
         f"it returned {kind.__name__}: return a Trainer of transformers, TRL or Lightning, or "
         "an Accelerator; for a loop of your own use --script train.py"
     )
 
 
-def _of_hugging_face(trainer: Any) -> Workload:
+def _read_hugging_face(trainer: Any) -> Workload:
     """Read a Trainer of Hugging Face before `train`; those of TRL are derived from it."""
     module = bare_module(trainer.accelerator, trainer.model)
     arguments = trainer.args
-    batch = trainer._prepare_inputs(_first(trainer.get_train_dataloader()))
+    batch = trainer._prepare_inputs(_take_first(trainer.get_train_dataloader()))
     counts = "labels" in batch and (
         trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     )
@@ -218,14 +218,14 @@ def _of_hugging_face(trainer: Any) -> Workload:
         batch,
         mean_loss,
         count=count,
-        optimizers=[_inside_wrapper(trainer.create_optimizer() or trainer.optimizer)],
+        optimizers=[_unwrap(trainer.create_optimizer() or trainer.optimizer)],
         accumulation=arguments.gradient_accumulation_steps,
         precision=autocast_of(trainer.accelerator),
         notes=notes,
     )
 
 
-def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> Workload:
+def _read_lightning(trainer: Any, module: Any = None, data: Any = None) -> Workload:
     """Read Lightning's Trainer and module before `fit`."""
     if not hasattr(module, "training_step"):
         raise WorkloadError(
@@ -247,7 +247,7 @@ def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> Workloa
     loader = source.train_dataloader() if hasattr(source, "train_dataloader") else source
     module.configure_model()
     trainer.precision_plugin.convert_module(module)
-    batch = trainer.precision_plugin.convert_input(_first(loader))
+    batch = trainer.precision_plugin.convert_input(_take_first(loader))
     for name in ("on_before_batch_transfer", "on_after_batch_transfer"):
         hook = getattr(data, name, None)
         # Lightning calls the module's hook if the datamodule only inherits its own.
@@ -260,7 +260,7 @@ def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> Workloa
     with_index = len(inspect.signature(module.training_step).parameters) > 1
 
     def mean_loss(model: nn.Module, inputs: Any) -> Tensor:
-        with _in_training(model, trainer) as step:
+        with _give_trainer(model, trainer) as step:
             output = step(inputs, 0) if with_index else step(inputs)
         loss = output["loss"] if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
@@ -273,14 +273,14 @@ def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> Workloa
         module,
         batch,
         mean_loss,
-        optimizers=[*map(_inside_wrapper, trainer.optimizers)],
+        optimizers=[*map(_unwrap, trainer.optimizers)],
         accumulation=trainer.accumulate_grad_batches,
         precision=Autocast(MIXED_DTYPES.get(trainer.precision)),
     )
 
 
 @contextlib.contextmanager
-def _in_training(model: nn.Module, trainer: Any) -> Iterator[Any]:
+def _give_trainer(model: nn.Module, trainer: Any) -> Iterator[Any]:
     """Give a copy of a LightningModule its trainer, and let it log nothing; yield its step.
 
     Where it is wrapped, the step is called through the wrapper's forward, as Lightning does.
@@ -306,7 +306,7 @@ def _in_training(model: nn.Module, trainer: Any) -> Iterator[Any]:
         inner.trainer = None
 
 
-def _of_accelerator(accelerator: Any, loss: Callable[..., Any] | None = None) -> Workload:
+def _read_accelerator(accelerator: Any, loss: Callable[..., Any] | None = None) -> Workload:
     """Read an Accelerator after `prepare`."""
     given = {
         "model": accelerator._models,
@@ -320,7 +320,7 @@ def _of_accelerator(accelerator: Any, loss: Callable[..., Any] | None = None) ->
             "accelerator.prepare(model, optimizer, loader)"
         )
     module = bare_module(accelerator, given["model"][0])
-    batch = _first(given["loader"][0])
+    batch = _take_first(given["loader"][0])
 
     def mean_loss(model: nn.Module, inputs: Any) -> Tensor:
         found = own_loss(call(model, inputs)) if loss is None else loss(model, inputs)
@@ -336,7 +336,7 @@ def _of_accelerator(accelerator: Any, loss: Callable[..., Any] | None = None) ->
         module,
         batch,
         mean_loss,
-        optimizers=[_inside_wrapper(given["optimizer"][0])],
+        optimizers=[_unwrap(given["optimizer"][0])],
         accumulation=accelerator.gradient_accumulation_steps,
         precision=autocast_of(accelerator),
         notes=[
@@ -382,7 +382,7 @@ def precision_around(module: nn.Module) -> Autocast:
     raise WorkloadError("the model is wrapped by an Accelerator that is no longer there")
 
 
-def _first(loaders: Any) -> Any:
+def _take_first(loaders: Any) -> Any:
     """Return the first batch of a loader, or of each of several loaders."""
 
     def first(loader: Any) -> Any:
@@ -393,5 +393,5 @@ def _first(loaders: Any) -> Any:
     return tree_map(first, loaders)
 
 
-def _inside_wrapper(optimizer: Any) -> Any:
+def _unwrap(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)

@@ -158,7 +158,7 @@ def mlp(*, depth: int = 6, width: int = 256) -> Workload:
         blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
         return nn.Sequential(*blocks, nn.Linear(width, 10))
 
-    return _classifier("mlp", build, (width,))
+    return _make_classifier("mlp", build, (width,))
 
 
 def transformer(*, vocabulary: int = 512, length: int = 64, **sizes: Any) -> Workload:
@@ -220,7 +220,7 @@ def resnet(*, depth: int = 6, width: int = 64, size: int = 16) -> Workload:
             stem, blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)
         )
 
-    return _classifier("resnet", build, (3, size, size))
+    return _make_classifier("resnet", build, (3, size, size))
 
 
 class SurrogateSpike(torch.autograd.Function):
@@ -281,10 +281,10 @@ class SpikingNetwork(nn.Module):
 
 def snn(*, depth: int = 3, width: int = 64, timesteps: int = 16) -> Workload:
     """Build a classifier with a spiking network over a short sequence."""
-    return _classifier("snn", lambda: SpikingNetwork(width, depth), (timesteps, width))
+    return _make_classifier("snn", lambda: SpikingNetwork(width, depth), (timesteps, width))
 
 
-def _classifier(name: str, build: Callable[[], nn.Module], shape: tuple[int, ...]) -> Workload:
+def _make_classifier(name: str, build: Callable[[], nn.Module], shape: tuple[int, ...]) -> Workload:
     return Workload(
         name=name,
         build=build,
@@ -344,9 +344,9 @@ def load_workload(spec: str | Workload) -> Workload:
     whole, shrink = split_shrink(spec)
     factory: Callable[[], Any]
     if is_taken(whole):
-        factory = functools.partial(_taken_workload, whole, Path.cwd())
+        factory = functools.partial(_take_workload, whole, Path.cwd())
     elif whole.startswith(CONFIG_PREFIX):
-        factory = _factory_of_config(whole)
+        factory = _read_config(whole)
     elif {":", ".", "/"} & {*whole}:
         factory = import_callable(whole)
     elif whole in BUILTIN_WORKLOADS:
@@ -374,17 +374,17 @@ def load_workload(spec: str | Workload) -> Workload:
         except ValueError as error:
             raise WorkloadError(f"{spec}: {error}") from None
     notes = (shrink.note,) if shrink else ()
-    return _tried(replace(workload, spec=spec, notes=notes))
+    return _try_workload(replace(workload, spec=spec, notes=notes))
 
 
-def _tried(workload: Workload) -> Workload:
+def _try_workload(workload: Workload) -> Workload:
     """Run one forward; a batch that can't be divided is used as it is."""
     try:
         _try_once(workload)
     except WorkloadError:
         if workload.own_batch is None or not workload.is_divisible:
             raise
-        return _tried(undivided(workload))
+        return _try_workload(undivided(workload))
     return workload
 
 
@@ -401,7 +401,7 @@ def is_taken(spec: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4)
-def _taken_workload(spec: str, folder: Path) -> Workload:
+def _take_workload(spec: str, folder: Path) -> Workload:
     """Read a workload off the user's trainer or script, in this folder."""
     text = spec.partition("=")[2]
     is_script = spec.startswith(SCRIPT_PREFIX)
@@ -409,7 +409,7 @@ def _taken_workload(spec: str, folder: Path) -> Workload:
     made = None if is_script else stepped_on_host()(load_object)(name)
     try:
         read = read_script(name, *arguments).workload() if is_script else take_training(made)
-        return _tried(replace(read, spec=spec))
+        return _try_workload(replace(read, spec=spec))
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -420,7 +420,7 @@ def _taken_workload(spec: str, folder: Path) -> Workload:
         raise WorkloadError(f"{name}: {what}") from error
 
 
-def _factory_of_config(spec: str) -> Callable[[], nn.Module]:
+def _read_config(spec: str) -> Callable[[], nn.Module]:
     """Return the factory of a model of Hugging Face, of its configuration in a file."""
     path = spec.removeprefix(CONFIG_PREFIX).rpartition(":")[0]
     try:

@@ -79,7 +79,9 @@ def _copy_over(optimizer: Optimizer, parameters: Mapping[Any, Tensor]) -> Optimi
     copied = copy_optimizer(optimizer, parameters)
     if isinstance(copied, SteppedOnHost):
         copied.attach()
-    copied.param_groups[:] = _groups_of(copied.param_groups, {*parameters.values()}.__contains__)
+    copied.param_groups[:] = _select_groups(
+        copied.param_groups, {*parameters.values()}.__contains__
+    )
     with torch.no_grad():
         for parameter, state in copied.state.items():
             for name, value in state.items():
@@ -129,7 +131,7 @@ class SteppedOnHost(Optimizer):
         self._part = self.make(params)
         self.offload_gradients = offload_gradients
         self.minimal_size = minimal_size
-        super().__init__(_groups_of(self._part.param_groups, lambda one: one.requires_grad), {})
+        super().__init__(_select_groups(self._part.param_groups, lambda one: one.requires_grad), {})
         self.attach()
 
     def attach(self) -> None:
@@ -143,14 +145,14 @@ class SteppedOnHost(Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         """Step the parameters that stay on the device; a script waits at its first step."""
-        groups = _groups_of(self.param_groups, lambda one: one.numel() < self.minimal_size)
+        groups = _select_groups(self.param_groups, lambda one: one.numel() < self.minimal_size)
         self._part.param_groups = groups
         self._part.state = self.state
         if groups:
             self._part.step()
 
 
-def _groups_of(
+def _select_groups(
     groups: Iterable[Mapping[str, Any]], is_wanted: Callable[[Tensor], bool]
 ) -> list[dict[str, Any]]:
     """Leave out other parameters, and groups that have no wanted ones."""
@@ -165,14 +167,14 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _made(kind: type, *args: Any, **options: Any) -> Any:
+def _make(kind: type, *args: Any, **options: Any) -> Any:
     """Make an optimizer, and a `SteppedOnHost` in place of torchao's, which needs a GPU."""
     if kind.__name__ == "CPUOffloadOptimizer" and kind.__module__.startswith("torchao."):
         return SteppedOnHost(*args, **options)
     return object.__new__(kind)
 
 
-stepped_on_host = functools.partial(made_by, Optimizer, _made)
+stepped_on_host = functools.partial(made_by, Optimizer, _make)
 
 
 def optimizers_together(

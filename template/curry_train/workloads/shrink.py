@@ -37,7 +37,7 @@ class Shrink:
 
     def factory(self, factory: Callable[[], Any]) -> Callable[[], Any]:
         """Return a factory of a module, a module with a batch, or a workload."""
-        once = functools.cache(lambda: self._made(factory))
+        once = functools.cache(lambda: self._make(factory))
 
         def small() -> Any:
             made = once()
@@ -50,7 +50,7 @@ class Shrink:
 
         return small
 
-    def _made(self, make: Callable[[], Any]) -> Any:
+    def _make(self, make: Callable[[], Any]) -> Any:
         """Call the user's function, and return what it made with so many layers."""
         made, notes = None, list[str]()
         with contextlib.suppress(Exception), shrunk_configurations(self.num_layers, notes):
@@ -70,13 +70,13 @@ class Shrink:
         notes: list[str] = []
         number = self.num_layers
         # The last run first, so that the places of the others stay. A container may stand twice.
-        for container, run in reversed(dict.fromkeys(_runs(module))):
+        for container, run in reversed(dict.fromkeys(_find_runs(module))):
             if left_out := run[-(-number // 2) : len(run) - number // 2]:
                 notes.insert(0, f"{number} of {len(run)} {type(container[run[0]]).__name__}")
                 del container[left_out.start : left_out.stop]
                 # It may have no configuration that can be changed.
                 with contextlib.suppress(Exception):
-                    _with_fewer_layers(module.config, len(run), number)
+                    _reduce_layers(module.config, len(run), number)
         if not notes:
             raise WorkloadError(
                 f"--shrink {number}: {type(module).__name__} has no ModuleList or "
@@ -86,7 +86,7 @@ class Shrink:
         return [f"{', '.join(notes)}: the first and last of equal blocks"]
 
 
-def _with_fewer_layers(config: Any, depth: int, num_layers: int) -> list[str]:
+def _reduce_layers(config: Any, depth: int, num_layers: int) -> list[str]:
     """Change a configuration of so many layers, and return the names of what was changed."""
     changed = []
     for name, value in list(vars(config).items()):
@@ -116,8 +116,8 @@ def shrunk_configurations(num_layers: int, notes: list[str]) -> Iterator[None]:
             known[id(config)] = config, dict(vars(config))
             depth = 0
             with contextlib.suppress(Exception), torch.device("meta"), torch.random.fork_rng():
-                depth = max((len(run) for _, run in _runs(kind(*args, **options))), default=0)
-            if depth > num_layers and (changed := _with_fewer_layers(config, depth, num_layers)):
+                depth = max((len(run) for _, run in _find_runs(kind(*args, **options))), default=0)
+            if depth > num_layers and (changed := _reduce_layers(config, depth, num_layers)):
                 notes.append(
                     f"{kind.__name__} with {num_layers} of {depth} layers, by "
                     f"{', '.join(changed)} of its {type(config).__name__}"
@@ -141,7 +141,7 @@ def split_shrink(spec: str) -> tuple[str, Shrink | None]:
     return whole, Shrink(int(number))
 
 
-def _runs(module: nn.Module) -> Iterator[tuple[Any, range]]:
+def _find_runs(module: nn.Module) -> Iterator[tuple[Any, range]]:
     """Yield containers with the places of consecutive children of equal class and shapes.
 
     Blocks inside of such a run, as experts are, are not looked at.
@@ -150,16 +150,16 @@ def _runs(module: nn.Module) -> Iterator[tuple[Any, range]]:
     # Unlike `children`, these have a module that stands twice twice.
     children = [child for child in module._modules.values() if child is not None]
     start = 0
-    for _, group in itertools.groupby(children, key=_form):
+    for _, group in itertools.groupby(children, key=_describe_form):
         blocks = [*group]
         if is_container and len(blocks) > 1:
             yield module, range(start, start + len(blocks))
         else:
             for block in blocks:
-                yield from _runs(block)
+                yield from _find_runs(block)
         start += len(blocks)
 
 
-def _form(module: nn.Module) -> Any:
+def _describe_form(module: nn.Module) -> Any:
     shapes = tuple((name, tuple(one.shape)) for name, one in module.named_parameters())
     return type(module), shapes

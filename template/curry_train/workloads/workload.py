@@ -65,12 +65,12 @@ def _map_attributes(
     batch: Any, function: Callable[[Tensor], Any], move: Callable[[Any], Any]
 ) -> Any:
     mapped = copy.copy(batch)
-    for name, value in _attributes(batch).items():
+    for name, value in _read_attributes(batch).items():
         object.__setattr__(mapped, name, map_tensors(value, function, move=move))
     return mapped
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def _read_attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object of a user's class, in its dictionary and its slots."""
     if isinstance(value, type | nn.Module):
         return {}
@@ -91,7 +91,7 @@ def tensors_at(
     if isinstance(value, Tensor):
         yield place, value
     elif levels:
-        for key, one in _inside(value).items():
+        for key, one in _list_entries(value).items():
             yield from tensors_at(one, place + key, levels - 1)
 
 
@@ -99,13 +99,13 @@ def has_tensors(value: Any) -> bool:
     return any(True for _ in tensors_at(value))
 
 
-def _inside(value: Any) -> dict[str, Any]:
+def _list_entries(value: Any) -> dict[str, Any]:
     """Return the entries of a container, or the attributes of another object, by their places."""
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
     if isinstance(value, Mapping):
         return {f"[{key!r}]": one for key, one in value.items()}
-    return {f".{name}": one for name, one in _attributes(value).items()}
+    return {f".{name}": one for name, one in _read_attributes(value).items()}
 
 
 # Samples of two batches that are compared to find tensors that all samples share.
@@ -125,7 +125,7 @@ def batch_size(batch: Any) -> int:
         if isinstance(value, Tensor):
             if value.dim():
                 sizes.append(value.size(0))
-        elif (samples := _samples_of(value)) is not None:
+        elif (samples := _list_samples(value)) is not None:
             sizes.append(len(samples))
         elif has_tensors(value):
             _map_attributes(value, count, count)
@@ -163,7 +163,7 @@ def take(batch: Any, rows: slice | list[int], *, shared: Sequence[bool] = ()) ->
         return tensor[rows]
 
     def divide(value: Any) -> Any:
-        samples = _samples_of(value)
+        samples = _list_samples(value)
         if samples is None and has_tensors(value):
             return _map_attributes(value, select, divide)
         if samples is None or len(samples) != size:
@@ -179,7 +179,7 @@ def take(batch: Any, rows: slice | list[int], *, shared: Sequence[bool] = ()) ->
     return map_tensors(batch, select_unless_shared, move=divide)
 
 
-def _samples_of(value: Any) -> list[Any] | None:
+def _list_samples(value: Any) -> list[Any] | None:
     """Return the samples of a packed sequence or a batch of graphs, or None for other objects."""
     if isinstance(value, PackedSequence):
         return unpack_sequence(value)
@@ -299,7 +299,7 @@ class Case:
     def place_module(self, module: nn.Module) -> nn.Module:
         """Move a module to the device, its floating tensors to the dtype, and leave caches off."""
         # `Module.to(dtype)` would drop the imaginary parts of complex tensors.
-        return without_cache(module)._apply(self._placed)
+        return without_cache(module)._apply(self._place_tensor)
 
     def batch(self, size: int | None = None) -> Batch:
         """Make the same batch each time, on the device and in the case's dtype."""
@@ -318,21 +318,21 @@ class Case:
 
     def place(self, batch: Batch) -> Batch:
         """Move a batch to the device, and its floating tensors to the case's dtype."""
-        return map_tensors(batch, self._placed, move=self._placed_object)
+        return map_tensors(batch, self._place_tensor, move=self._place_object)
 
-    def _placed(self, tensor: Tensor) -> Tensor:
+    def _place_tensor(self, tensor: Tensor) -> Tensor:
         is_changed = tensor.is_floating_point() and self.dtype is not self.workload.dtype
         return tensor.to(self.device, self.dtype if is_changed else None)
 
-    def _placed_object(self, value: Any) -> Any:
+    def _place_object(self, value: Any) -> Any:
         """Move an object that holds tensors; its dtype is changed by its method `apply`."""
         if isinstance(value, PackedSequence):
             packed: Any = value
-            return packed.to(self.device, self._placed(value.data).dtype)
+            return packed.to(self.device, self._place_tensor(value.data).dtype)
         # Graphs change themselves, and the factory's batch has to stay as it is.
         value = copy.copy(value)
         if callable(getattr(value, "apply", None)):
-            return value.apply(self._placed)
+            return value.apply(self._place_tensor)
         if self.dtype not in (torch.float32, self.workload.dtype):
             raise WorkloadError(
                 f"the tensors in a {type(value).__name__} can't be made {self.dtype}: leave "
@@ -388,14 +388,14 @@ def shared_tensors(make: Callable[[int], Batch]) -> tuple[bool, ...]:
     """
     try:
         with seeded(0):
-            lengths = [_lengths(make(size)) for size in SIZES_TO_COMPARE]
+            lengths = [_list_lengths(make(size)) for size in SIZES_TO_COMPARE]
             shared = tuple(first == second for first, second in zip(*lengths, strict=True))
     except (RuntimeError, TypeError, ValueError, IndexError):
         return ()
     return () if all(shared) else shared
 
 
-def _lengths(batch: Batch) -> list[int]:
+def _list_lengths(batch: Batch) -> list[int]:
     """Return the leading dimension of each tensor, 0 for a scalar."""
     found: list[int] = []
     map_tensors(batch, lambda tensor: found.append(len(tensor) if tensor.dim() else 0))
@@ -425,7 +425,7 @@ def default_workload(name: str, build: Callable[[], nn.Module], made: Any) -> Wo
     """Make a workload from what a factory returned: a module, or a module and a batch."""
     match made:
         case nn.Module() as module:
-            example = _example_batch(module)
+            example = _make_example_batch(module)
         case tuple((nn.Module() as module, example)):
             pass
         case _:
@@ -539,7 +539,7 @@ class OutputLoss:
         self.sample_dims: dict[str, int | None] = {}
 
     def __call__(self, module: nn.Module, batch: Any) -> Tensor:
-        return self._loss_of(call(module, batch), batch)
+        return self._compute_loss(call(module, batch), batch)
 
     def learn(self, module: nn.Module, make_batch: Callable[[int], Any]) -> Tensor:
         """Find the dimension of samples in each output, and return the loss of a small batch.
@@ -550,20 +550,24 @@ class OutputLoss:
         output = call(module, small)
         if not isinstance(own_loss(output), Tensor):
             # Gradients are on here, because a forward may take some.
-            larger = {place: one.shape for place, one in _floating_tensors(call(module, large))}
-            for place, value in _floating_tensors(output):
+            larger = {
+                place: one.shape for place, one in _find_floating_tensors(call(module, large))
+            }
+            for place, value in _find_floating_tensors(output):
                 lengths = zip(value.shape, larger.get(place, value.shape), strict=False)
                 longer = (dim for dim, (first, second) in enumerate(lengths) if first != second)
                 self.sample_dims[place] = next(longer, None)
-        return self._loss_of(output, small)
+        return self._compute_loss(output, small)
 
-    def _loss_of(self, output: Any, batch: Any) -> Tensor:
+    def _compute_loss(self, output: Any, batch: Any) -> Tensor:
         own = own_loss(output)
         if isinstance(own, Tensor):
             return (own.mean() if own.dim() else own) * self.count(batch)
 
         size = batch_size(batch)
-        outputs = [(place, value) for place, value in _floating_tensors(output) if value.numel()]
+        outputs = [
+            (place, value) for place, value in _find_floating_tensors(output) if value.numel()
+        ]
         if not outputs:
             raise TypeError(
                 f"the module returned {type(output).__name__}, from which no loss can be computed; "
@@ -576,9 +580,9 @@ class OutputLoss:
         if outputs[0][1].dim() == 0:
             losses = [value for _, value in outputs if value.dim() == 0]
             return torch.stack(losses).sum() * size
-        return torch.stack([self._distance(*one, size) for one in outputs]).sum()
+        return torch.stack([self._measure_distance(*one, size) for one in outputs]).sum()
 
-    def _distance(self, place: str, value: Tensor, size: int) -> Tensor:
+    def _measure_distance(self, place: str, value: Tensor, size: int) -> Tensor:
         """Sum the squared distance of an output from fixed targets, in the mean of a sample.
 
         Samples of different lengths are one dimension of an output: each of its rows counts.
@@ -592,7 +596,7 @@ class OutputLoss:
         return distance * size if dim is None else distance
 
 
-def _floating_tensors(output: Any) -> Iterator[tuple[str, Tensor]]:
+def _find_floating_tensors(output: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the floating tensors of a nested output in at least float32, with their places."""
     for place, value in tensors_at(output):
         if value.is_nested:
@@ -644,7 +648,7 @@ def dtype_of(module: nn.Module) -> torch.dtype:
     return max(sizes, key=sizes.__getitem__, default=torch.float32)
 
 
-def _example_batch(module: nn.Module) -> Any:
+def _make_example_batch(module: nn.Module) -> Any:
     """Make token ids for a Hugging Face model, else an input for the module's first layer."""
     dtype = dtype_of(module)
     config: Any = getattr(module, "config", None)
