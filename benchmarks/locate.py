@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._debug_mode import DebugMode
 
-from curry_train.cli.runs_locate import _first
+from curry_train.cli.runs_locate import _find_first
 from curry_train.gates.loop_run import run_ranks
 from curry_train.runs import fingerprints, record_run
 from curry_train.runs.fingerprints import read_fingerprints
@@ -240,7 +240,7 @@ def ranks(name: str, count: int) -> list[Figures]:
 
     def located(b: str, a: str) -> tuple[int, Located]:
         pairs = [[read_fingerprints(Path(folder, it), rank) for it in (a, b)] for rank in range(2)]
-        return _first([locate(*pair) for pair in pairs])
+        return _find_first([locate(*pair) for pair in pairs])
 
     rows = []
     for number, (kind, name) in enumerate(cases_of_ranks(count)):
