@@ -91,12 +91,12 @@ def gates_of(name: str) -> Figures:
 
 def plan_of(name: str) -> Figures:
     """Plan a model for half of what a plan can save, and measure a real step of the plan."""
-    from curry_train.cli.plan import PlannerOptions, _measure
+    from curry_train.gates.memory_plan import measure_real_peak
     from curry_train.plan.planner import Infeasible, Planner
+    from curry_train.workloads import Case
     from curry_train.workloads.models import load_workload
 
-    spec = f"{MODELS}:{name}"
-    workload = load_workload(spec)
+    workload = load_workload(f"{MODELS}:{name}")
     samples = workload.own_batch or 2
     with Planner(workload, device="cpu", optimizer="adamw") as planner:
         options = {"global_batch": samples, "microbatch": samples}
@@ -107,9 +107,8 @@ def plan_of(name: str) -> Figures:
             least_bytes = error.least_bytes
         plan = planner.plan((plain_bytes + least_bytes) // 2, **options)
     # As `plan --verify` does.
-    cpu = torch.device("cpu")
-    settings = PlannerOptions(dtype=torch.float32, optimizer="adamw", seed=0)
-    measured = _measure(plan, spec, cpu, settings)
+    case = Case(workload, dtype=torch.float32, batch_size=plan.microbatch)
+    measured = measure_real_peak(case, plan.apply, optimizer="adamw", accumulated=plan.steps > 1)
     return {"planned_bytes": plan.peak_bytes, "measured_bytes": measured}
 
 
