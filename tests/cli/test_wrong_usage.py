@@ -70,6 +70,11 @@ class Net(nn.Linear):
 
 def exits_in_forward():
     return Net(3, 3), torch.randn(4, 3)
+
+def fails_in_backward():
+    net = nn.Linear(3, 3)
+    net.weight.register_hook(lambda gradient: {}["weights"])
+    return net, torch.randn(4, 3)
 """
 
 MISTAKES = """
@@ -142,6 +147,7 @@ preflight --trainer absent:make             | Error: absent:make: can't import a
 preflight --trainer made.py:blocks          | Error: Sequential has no loop: give its script by --script
 memory --model made.py:lines                | the factory raised RuntimeError: no weights in two lines (made.py:48)
 memory --model made.py:exits_in_forward     | a forward on the batch raised SystemExit: in forward (made.py:52)
+memory --model made.py:fails_in_backward    | Error: KeyError: 'weights' (made.py:59)
 plan --model mlp                            | a plan needs a --budget
 plan --fits h100 --trainer nowhere.py:make  | Error: nowhere.py:make: there is no file
 plan --fits h100 --script nowhere.py        | Error: there is no file nowhere.py
@@ -324,7 +330,7 @@ def test_a_path_below_the_home_folder_is_found_where_the_shell_leaves_it(folder,
     ran("memory --model=~/net_at_home.py:blocks --json=~/found.json")
     assert read_json("folder/found.json")["workload"]
     shown = ran("train --show-config runs=~/kept data.source=workload")
-    assert f"runs: {folder}/folder/kept\n" in shown.stdout, shown.output
+    assert f"runs: {folder}/folder/kept\n" in shown.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

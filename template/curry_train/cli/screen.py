@@ -108,8 +108,12 @@ def errors_that_fit(*, keeps_traceback: bool = False) -> Iterator[None]:
         if isinstance(raised, NO_ARGUMENTS_ERROR):
             raise
         error = raised
-    except (OSError, ValueError, OverflowError, RuntimeError) as raised:
-        if keeps_traceback:
+    except Exception as raised:
+        expected = isinstance(raised, (OSError, ValueError, OverflowError, RuntimeError))
+        # The user's backward, hook or optimizer may raise anything. The traceback of a mistake of
+        # ours is shown.
+        is_mistake = not expected and _is_ours(_last_own_frame(raised))
+        if keeps_traceback or is_mistake:
             raise
         error = UnusableInput(in_few_lines(raised))
     # click writes this word before it, and a long path would go to the next line.
@@ -122,14 +126,7 @@ def errors_that_fit(*, keeps_traceback: bool = False) -> Iterator[None]:
 
 def in_few_lines(error: Exception) -> str:
     """Return the message of an error, with its place where the package did not mean to raise it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    # The last frame that is in no other library.
-    *_, own = (
-        frame
-        for frame in frames
-        if frame.filename.startswith(str(PACKAGE_FOLDER))
-        or not frame.filename.startswith(LIBRARY_FOLDERS)
-    )
+    own = _last_own_frame(error)
     place = f"{Path(own.filename).name}:{own.lineno}"
     if isinstance(error, OSError):
         what = error.strerror or error
@@ -138,11 +135,25 @@ def in_few_lines(error: Exception) -> str:
     from ..runs.journal import printable
 
     text = str(error)
-    last = frames[-1]
-    is_meant = last.filename.startswith(str(PACKAGE_FOLDER)) and str(last.line).startswith("raise ")
+    *_, last = traceback.extract_tb(error.__traceback__)
+    is_meant = _is_ours(last) and str(last.line).startswith("raise ")
     if not (is_meant or type(error).__module__.startswith(f"{__package__.split('.')[0]}.")):
         text = f"{type(error).__name__}: {error} ({place})"
     return "\n".join(printable(line, longest=1000) for line in text.split("\n"))
+
+
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith(str(PACKAGE_FOLDER))
+
+
+def _last_own_frame(error: Exception) -> traceback.FrameSummary:
+    """Return the last frame of an error that is the package's or the user's, in no library."""
+    *_, own = (
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if _is_ours(frame) or not frame.filename.startswith(LIBRARY_FOLDERS)
+    )
+    return own
 
 
 @contextmanager
