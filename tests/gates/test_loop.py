@@ -50,6 +50,14 @@ def test_a_fault_is_found_at_its_line(check, train):
     assert found[check].hint
 
 
+def test_a_parameter_without_elements_passes():
+    model = loops.classifier()
+    model.empty = nn.Parameter(torch.ones(0))
+    assert not failed(
+        lambda: loops.fit(model, loss=lambda *one: F.cross_entropy(*one) + model.empty.sum())
+    )
+
+
 def test_another_file_with_a_variable_of_that_name_hides_no_growth(tmp_path, monkeypatch):
     other = tmp_path / "other.py"
     other.write_text("outputs = [1]\noutputs.pop()\n")
