@@ -210,15 +210,15 @@ def test_accelerate_writes_under_another_name_and_renames(tmp_path):
         accelerator.save_state()
 
 
-def test_what_interrupted_saves_left_is_removed_by_the_next(tmp_path):
-    accelerator, _, _ = accelerated(tmp_path)
-    (tmp_path / ".state.hidden-0123abcd").mkdir()
+def test_a_save_removes_what_interrupted_ones_left_and_no_other_checkpoint(tmp_path):
+    accelerator, *_ = accelerated(tmp_path, total_limit=1)
+    (tmp_path / ".checkpoint_2.hidden-0123abcd").mkdir()
     (tmp_path / ".other.removed-0123abcd").mkdir()
     (tmp_path / ".other.hidden-0123abcd").mkdir()
-    accelerator.save_state(str(tmp_path / "state"))
-    accelerator.save_state(str(tmp_path / "state"))
-    # A save of another name may be under way.
-    assert folders(tmp_path) == [".other.hidden-0123abcd", "state"]
+    accelerator.save_state(str(tmp_path / "checkpoint_1"))
+    accelerator.save_state(str(tmp_path / "checkpoint_2"))
+    # A save of another name may be under way. The limit is that of Accelerate's own naming.
+    assert folders(tmp_path) == [".other.hidden-0123abcd", "checkpoint_1", "checkpoint_2"]
 
 
 def test_accelerates_own_naming_keeps_its_limit_after_the_commit(tmp_path):
