@@ -7,6 +7,7 @@ import contextlib
 import inspect
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -179,34 +180,28 @@ def _run_both(
     """
     call = trace.model_call
     module = call.owner
-    outputs = list[Tensor]()
-    hooks = []
-    trace.depth += 1
-    try:
-        with torch.no_grad(), torch.random.fork_rng(), as_trained(module):
-            module.eval()
-            for value in (given, given, other):
-                if len(outputs) == 2:
-                    hooks = [
-                        one.register_forward_hook(_embed_padding_as_word) for one in embeddings
-                    ]
-                # Also where it is in a dictionary.
-                args, words = tree_map(
-                    lambda one, value=value: value if one is given else one,
-                    (call.args[1:], call.options),
-                )
-                output = module(*args, **words)
-                logits = (
-                    one
-                    for one in tensors_of(output)
-                    if one.dim() in (1, 2, 3) and one.is_floating_point()
-                )
-                outputs.append(next(logits, torch.zeros(())))
-    finally:
-        trace.depth -= 1
-        for hook in hooks:
-            hook.remove()
-    first, again, changed = outputs
+
+    def run(value: Tensor) -> Tensor:
+        # Also where it is in a dictionary.
+        args, words = tree_map(
+            lambda one: value if one is given else one, (call.args[1:], call.options)
+        )
+        outputs = tensors_of(module(*args, **words))
+        logits = (one for one in outputs if one.dim() in (1, 2, 3) and one.is_floating_point())
+        return next(logits, torch.zeros(()))
+
+    with (
+        contextlib.ExitStack() as hooks,
+        mock.patch.object(trace, "depth", trace.depth + 1),
+        torch.no_grad(),
+        torch.random.fork_rng(),
+        as_trained(module),
+    ):
+        module.eval()
+        first, again = run(given), run(given)
+        for one in embeddings:
+            hooks.enter_context(one.register_forward_hook(_embed_padding_as_word))
+        changed = run(other)
     if _differ(first, again):
         raise RuntimeError("it draws random numbers that are not torch's")
     return again, changed
