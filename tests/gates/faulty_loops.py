@@ -73,7 +73,6 @@ from .loops import (
     fit_values,
     follow,
     half,
-    half_of_tokens_by_hand,
     ignore_padding,
     in_half,
     keep_average,
@@ -102,14 +101,6 @@ from .loops import (
 )
 
 # Accumulation.
-
-
-def undivided_by_hand():
-    accumulate(
-        classifier(classes=1),
-        loss=lambda values, labels: (values.squeeze(1) - labels).square().mean(),
-        every=4,
-    )  # here: microbatch
 
 
 def undivided_sum_of_losses():
@@ -146,19 +137,6 @@ def end_of_an_epoch_lost():
     for _ in range(8):
         optimizer.zero_grad()  # here
         accumulate(model, optimizer, data)
-
-
-def sums_over_own_tokens():
-    accumulate_language(texts(9, 17), loss=half_of_tokens_by_hand)  # here: tokens
-
-
-def backward_twice():
-    def loss(logits, labels):
-        value = F.cross_entropy(logits, labels)
-        value.backward(retain_graph=True)
-        return value
-
-    fit(loss=loss)  # here: sample
 
 
 def last_loss_alone():
@@ -571,10 +549,6 @@ def sorted_by_class():
 # Mode and data.
 
 
-def eval_after_the_first_epoch():
-    fit_and_evaluate(normed(), train=lambda _: None)  # here: eval
-
-
 def evaluated_in_training_mode():
     fit_and_evaluate(classifier(dropout=0.2), evaluate=lambda _: None)  # here: validation
 
@@ -692,18 +666,6 @@ def callback_that_keeps_activations():
         fit(model, optimizer, loader(40))
 
 
-def total_loss_with_its_graph():
-    total = 0
-
-    def loss(logits, labels):
-        nonlocal total
-        value = F.cross_entropy(logits, labels)
-        total += value  # here
-        return value
-
-    fit(loss=loss)
-
-
 def running_total():
     model, optimizer = started()
     total = 0
@@ -755,12 +717,6 @@ def extra_parameter_in_no_optimizer():
 
 def tensor_in_no_optimizer():
     scaled(torch.ones(5, requires_grad=True))  # here: made
-
-
-def state_cleared_in_each_step():
-    model = classifier()
-    optimizer = adamw(model)  # here: made
-    fit(model, optimizer, after=optimizer.state.clear)
 
 
 def hook_that_zeroes():
@@ -830,13 +786,6 @@ def rates_of_groups_made_equal():
     fit(model, optimizer, after=update)
 
 
-def rate_set_over_the_schedule():
-    model, optimizer = started()
-    schedule = CosineAnnealingLR(optimizer, 20)
-    group = optimizer.param_groups[0]
-    fit(model, optimizer, schedule=schedule, after=lambda: group.update(lr=1e-2))  # here: schedule
-
-
 def clipped_to_nothing():
     model = classifier()
     fit(model, SGD(model.parameters(), 0.1), before=lambda: clip(model, most=0.0))  # here: clip
@@ -845,6 +794,10 @@ def clipped_to_nothing():
 def targets_out_of_reach():
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1), nn.Tanh())
     fit(model, loss=lambda one, labels: F.mse_loss(one, 5.0 * (labels[:, None] - 2)))  # here
+
+
+def targets_beyond_a_clamp():
+    fit_values(lambda values, labels: F.mse_loss(values.clamp(0, 1)[:, 0], 3.0 + labels))  # here
 
 
 def labels_of_minus_one():
@@ -1028,6 +981,16 @@ def gains_weighed_each_with_each():
     fit(loss=loss)
 
 
+def advantage_with_a_gradient():
+    policy, critic = classifier(), classifier(classes=1)
+    optimizer = Adam([*policy.parameters(), *critic.parameters()])
+    for states, _ in loader():
+        chosen = Categorical(logits=policy(states))
+        advantage = 1 - critic(states)[:, 0]
+        gain = chosen.log_prob(chosen.sample()) * advantage  # here
+        step(optimizer, advantage.square().mean() - gain.mean())
+
+
 def act(choose):
     model, optimizer = started()
     for states, _ in loader():
@@ -1090,6 +1053,16 @@ def first_epoch_without_a_rate():
     for _ in range(6):
         fit(model, optimizer, loader(48))
         schedule.step()
+
+
+class Shifting(TensorDataset):
+    def __getitem__(self, index):
+        values, label = super().__getitem__(index)
+        return values.mul_(2), label
+
+
+def samples_changed_in_place():
+    fit(batches=DataLoader(Shifting(*loader().dataset.tensors), 8))  # here: fetch
 
 
 def views_that_are_the_same():
@@ -1593,6 +1566,11 @@ def weights_decayed_away():
     fit(model, AdamW(model.parameters(), 1e-2, weight_decay=50))  # here
 
 
+def inputs_sorted_alone():
+    batches = ((inputs[inputs[:, 0].argsort()], labels) for inputs, labels in loader())
+    fit(batches=batches)  # here: sample
+
+
 def labels_in_another_order():
     fit(loss=lambda logits, labels: F.cross_entropy(logits, labels[torch.randperm(8)]))  # here
 
@@ -1856,10 +1834,10 @@ FAULTY = {
         focal_weight_of_a_mean, drawn_inside_of_a_model,
         loss_that_is_one_number_weighted, drawn_without_a_gradient,
         drawn_by_a_function_without_a_gradient,
-        undivided_by_hand, undivided_sum_of_losses, mean_divided_by_the_batch_size,
+        undivided_sum_of_losses, mean_divided_by_the_batch_size,
         step_after_the_first_microbatch, mean_over_padding, mean_over_ignored_targets,
         window_over_the_end_of_an_epoch,
-        sums_over_own_tokens, backward_twice, last_loss_alone, running_total,
+        last_loss_alone, running_total,
         same_batch_in_a_window, part_of_the_loss_as_a_number, penalty_without_a_graph,
         penalty_in_each_microbatch, masked_values_over_all, gradients_divided_too,
         filled_sum_divided_twice, distilled_without_a_gradient,
@@ -1880,7 +1858,7 @@ FAULTY = {
         tensor_in_no_optimizer,
         never_stepped, optimizer_that_never_steps,
         optimizer_of_its_own_loss_that_never_steps, layer_grown_but_not_added,
-        state_cleared_in_each_step, state_loaded_in_each_step, parameters_made_in_forward,
+        state_loaded_in_each_step, parameters_made_in_forward,
     ],
     "moves": [
         first_epoch_without_a_rate,
@@ -1899,7 +1877,7 @@ FAULTY = {
     ],
     "schedule": [
         cycle_of_batches_by_epochs,
-        schedule_of_an_older_optimizer, schedule_made_in_each_step, rate_set_over_the_schedule,
+        schedule_of_an_older_optimizer, schedule_made_in_each_step,
         schedule_of_epochs, rate_of_zero_after_a_warm_up, two_schedules_of_one_optimizer,
         rate_as_an_attribute, cosine_of_transformers_of_too_few_steps,
         cosine_of_too_few_steps, cosine_of_too_few_steps_behind_a_warm_up,
@@ -1926,7 +1904,8 @@ FAULTY = {
         ends_of_texts_ignored_as_padding,
         sees_the_future, sees_the_future_with_time_first, one_label, sorted_by_class,
         positions_in_another_order,
-        targets_out_of_reach, labels_of_minus_one,
+        targets_out_of_reach, targets_beyond_a_clamp, labels_of_minus_one,
+        advantage_with_a_gradient,
         several_labels_as_classes, labels_smoothed_away, targets_with_a_gradient,
         targets_with_a_gradient_first, mask_inverted,
         teacher_that_learns_from_its_student,
@@ -1938,13 +1917,13 @@ FAULTY = {
         targets_seen_by_a_model_with_its_loss, scores_at_padding, noise_drawn_after_the_model,
         signs_of_zero_and_one,
         decoder_given_its_targets_by_place, ends_of_texts_ignored,
-        label_among_the_inputs, targets_as_inputs, labels_in_another_order,
+        label_among_the_inputs, targets_as_inputs, labels_in_another_order, inputs_sorted_alone,
         targets_without_fractions, labels_shifted_before_a_model_that_shifts_them,
         samples_compared_with_themselves, labels_that_are_the_blank, fewer_frames_than_labels,
         mask_of_floats,
     ],
     "mode": [
-        eval_after_the_first_epoch, evaluated_in_training_mode,
+        evaluated_in_training_mode,
         dropout_of_channels_in_evaluation,
         dropout_recomputed_anew, teacher_in_training_mode, function_left_in_eval_mode,
         dropout_made_in_forward, average_with_new_statistics, statistics_that_never_move,
@@ -1952,7 +1931,7 @@ FAULTY = {
         teacher_inside_set_to_training_mode,
     ],
     "data": [
-        state_of_other_samples, targets_of_another_shuffling,
+        state_of_other_samples, targets_of_another_shuffling, samples_changed_in_place,
         same_order_by_hand, same_order_of_numpy, trained_on_what_is_set_apart,
         seeded_in_each_epoch, loader_seeded_in_each_epoch, sampler_without_its_epoch,
         stream_in_one_order,
@@ -1963,7 +1942,7 @@ FAULTY = {
         batches_without_a_loss_left_out,
     ],
     "graph": [
-        total_loss_with_its_graph, average_with_its_graph, results_of_an_epoch_with_their_graphs,
+        average_with_its_graph, results_of_an_epoch_with_their_graphs,
     ],
     "growth": [
         cache_of_outputs, hook_in_each_step, callback_that_keeps_activations, arrays_of_outputs,

@@ -3,6 +3,7 @@
 Proof: `python -m pytest tests/gates/test_loop.py`.
 """
 
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,12 @@ from operator import attrgetter, length_hint
 from typing import Any
 
 from torch import nn
-from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    default_convert,
+)
 
 from .loop_events import (
     FEWEST_STEPS,
@@ -29,8 +35,9 @@ from .loop_events import (
     Trace,
     depends_on_mode,
     grouped,
+    tensors_of,
 )
-from .loop_loss import Doubts
+from .loop_loss import Doubts, digest
 from .loop_weights import sum_of_small
 from .verdict import NotApplicable
 
@@ -246,6 +253,23 @@ def data(trace: Trace) -> Faults:
         )
 
 
+def changed_in_reading(trace: Trace) -> Faults:
+    """Find a dataset whose first sample is another one when it is read again, as by +=."""
+    for first, *_ in grouped(trace.of(Fetch), "dataset"):
+        data = first.loader.dataset
+        # A dataset that is iterated over has no first sample.
+        with contextlib.suppress(Exception):
+            sample = tensors_of(default_convert(data[0]))
+            before = str([*map(digest, sample)])
+            data[0]
+            if before != str([*map(digest, sample)]):
+                yield (
+                    first,
+                    "stored samples change each time that they are read",
+                    "clone() what is stored, or add by x = x + noise in place of x += noise",
+                )
+
+
 def same_order(trace: Trace) -> Faults:
     """Find epochs of one order that the loop draws anew by itself."""
     begun = trace.of(Step)[0].at
@@ -396,6 +420,7 @@ CHECKS = {
         "new samples and random numbers at each step",
         (
             same_samples,
+            changed_in_reading,
             same_order,
             same_randomness,
             data,

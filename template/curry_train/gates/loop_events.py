@@ -86,6 +86,8 @@ class Fetch(Event):
     # Integers of a batch, one per sample, by where they are in memory; the first ones that a loss
     # function gets as its targets are the labels.
     integers: dict[int, list[int]]
+    # Digests of the sums over its samples, which their order does not change.
+    sums: tuple[float, ...]
     # Digests of values, one per sample, that are rounded towards 0; only of those with fractions.
     whole: tuple[float, ...]
     # Whether a loss function got them, or others of the batch, as its targets.
@@ -496,8 +498,8 @@ class Trace(Events, Blank):
     optimizer_by_address: dict[int, tuple[Tensor, str]]
     # Parameters behind tensors that the user's code detaches, by the place.
     behind_detach: dict[str, set[Tensor]]
-    # Samples of distributions to which they pass no gradient on: the place.
-    samples_without_gradient: WeakIdKeyDictionary
+    # Samples of distributions: the place, where they pass no gradient on to these.
+    samples: WeakIdKeyDictionary
     # Models that were run again.
     probed_models: list[nn.Module]
 

@@ -159,7 +159,11 @@ def _doubt_inputs(name: str, given: Tensor, target: Tensor) -> Doubts:
 
 
 # The least and the greatest value that an operation gives. Others may give any value.
-RANGES = {"Tanh": (-1.0, 1.0), "Sigmoid": (0.0, 1.0), "Relu": (0.0, math.inf)}
+RANGES = {
+    "Tanh": (-1.0, 1.0),
+    "Sigmoid": (0.0, 1.0),
+    **dict.fromkeys(("Relu", "Softplus", "Exp"), (0.0, math.inf)),
+}
 
 
 def _doubt_targets(name: str, given: Tensor, target: Tensor) -> Doubts:
@@ -168,9 +172,14 @@ def _doubt_targets(name: str, given: Tensor, target: Tensor) -> Doubts:
     if target.is_floating_point() and (is_binary or name in ON_VALUES):
         made = "Sigmoid" if is_binary else made_by(given)
         low, high = RANGES.get(made, (-math.inf, math.inf))
-        # Labels of a discriminator may be noisy.
-        high *= 1.3 if is_binary else 1.0
-        share = float(((target < low) | (target > high)).float().mean())
+        node = _skip_shape_nodes(given.grad_fn)
+        # Limits that are numbers: tensors may be those of a step, as around an earlier value.
+        if made == "Clamp" and node.name() == "ClampBackward1":
+            low, high = node._saved_min, node._saved_max
+        if is_binary:
+            # Labels of a discriminator may be noisy.
+            high *= 1.3
+        share = float((target != target.clamp(low, high)).float().mean())
         if share > (0 if is_binary else 0.25):
             hint = "scale the targets, as from 0 to 1, or leave out the last layer's activation"
             yield f"{share:.0%} of the targets are values that the model can't give", hint
@@ -297,12 +306,14 @@ def _skip_shape_nodes(node: Any, *others: str) -> Any:
 Added = tuple[str, float]
 
 # Names of notes on nodes: the term of the loss function that made one, the number that it adds, the
-# scale of a gradient scaler, where noise is multiplied by its exponential, and whether it was read
-# as a part of a loss, or made what a model returned for each token.
+# scale of a gradient scaler, where noise is multiplied by its exponential, and whether it gave the
+# probability of a sample, was read as a part of a loss, or made what a model returned for each
+# token.
 TERM = "preflight term"
 ADDED = "preflight number"
 SCALE = "preflight scale"
 DRAWN = "preflight noise"
+CHANCE = "preflight chance"
 READ = "preflight read"
 OF_TOKENS = "preflight tokens"
 

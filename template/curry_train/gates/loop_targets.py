@@ -19,6 +19,7 @@ def of_batch(batch: Any) -> dict[str, Any]:
     several = [one for one in tensors_of(batch) if one.dim() and len(one) > 1 and is_plain(one)]
     return {
         "digests": () if batch is None else tuple(map(digest, several)) or (0.0,),
+        "sums": tuple(map(_sum_up, several)),
         "integers": {
             one.data_ptr(): one.tolist()
             for one in several
@@ -30,6 +31,11 @@ def of_batch(batch: Any) -> dict[str, Any]:
             if one.dtype.is_floating_point and one.numel() == len(one) and one.frac().any()
         ),
     }
+
+
+def _sum_up(one: Tensor) -> float:
+    """Return a digest of the sum over the samples, without the bits that rounding may change."""
+    return round(digest(one.double().sum(0)), 6)
 
 
 def note_batches(trace: Trace, target: Tensor, call: LossCall) -> None:
@@ -55,6 +61,20 @@ def note_batches(trace: Trace, target: Tensor, call: LossCall) -> None:
         if given is not None and is_index and given.digests[:1] == fetch.digests[:1]:
             call.is_shuffled |= any(
                 own != one and sorted(own) == sorted(one) for one in fetch.integers.values()
+            )
+        forwards = (one for one in trace.of(Forward) if one.at > fetch.at)
+        if (
+            is_same
+            and all({*one.digests}.isdisjoint(fetch.digests) for one in forwards)
+            and any(
+                _sum_up(one) in fetch.sums for one in filter(is_plain, trace.model_call.tensors)
+            )
+        ):
+            trace.fault(
+                "targets",
+                "the inputs are in another order than the labels",
+                "index both by the same permutation",
+                value=call.targets,
             )
         if call.targets in fetch.whole and call.term.name in ON_VALUES:
             trace.fault(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import FSDPModule
-from torch.distributions import Categorical, Distribution, Normal
+from torch.distributions import Categorical, Distribution
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -76,6 +76,7 @@ from .loop_lines import (
 )
 from .loop_loss import (
     ADDED,
+    CHANCE,
     DRAWN,
     OF_TOKENS,
     ON_CLASSES,
@@ -246,13 +247,13 @@ class Observer(Trace):
         yield self._on_train_mode, nn.Module, "train"
         yield self._on_load_state_dict, nn.Module, "load_state_dict"
         yield self._on_state_dict, nn.Module, "state_dict"
-        yield self._on_sample, Distribution, "sample"
-        yield self._on_sample, Normal, "sample"
+        for kind in defining(Distribution, "sample"):
+            yield self._on_sample, kind, "sample"
         yield self._on_sample, torch, "normal"
         yield self._on_noise, torch, "randn_like"
         yield self._on_categorical, Categorical, "__init__"
         for kind in defining(Distribution, "log_prob"):
-            yield Scoring, kind, "log_prob"
+            yield self._on_log_prob, kind, "log_prob"
         for kind in defining(LRScheduler, "step"):
             yield self._on_schedule, kind, "step"
         yield self._on_scaler, torch.amp.GradScaler, "scale", "unscale_", "step", "update"
@@ -313,10 +314,8 @@ class Observer(Trace):
             if not any(one.requires_grad for one in own):
                 self.frozen_parts |= dict.fromkeys(module.modules(), (module, sum_of_small(own)))
         is_known = has_gradients and is_model and Scoring not in self.last
-        for one in call.tensors if self.samples_without_gradient and is_known else ():
-            if place := self.samples_without_gradient.get(
-                one if one._base is None else one._base, ""
-            ):
+        for one in call.tensors if self.samples and is_known else ():
+            if place := self.samples.get(one if one._base is None else one._base, ""):
                 self.fault(
                     "accumulation",
                     "a sample passes no gradient on",
@@ -553,6 +552,15 @@ class Observer(Trace):
         # The weight of a focal loss is a function of the loss itself.
         if weight.requires_grad and not (value.dim() or weight is one):
             nodes = nodes_behind(weight) & nodes_behind(one)
+        # Both have a gradient, and one of them is the probability of a sample.
+        if Scoring in self.last and weight.requires_grad and weight.shape == one.shape:
+            only = nodes_behind(weight) ^ nodes_behind(one)
+            if any(CHANCE in each.metadata for each in only):
+                self.fault(
+                    "targets",
+                    "the factor of a sample's probability passes gradients on",
+                    "detach() the advantage",
+                )
         if any(TERM in each.metadata for each in nodes - {None}):
             self.fault(
                 "accumulation",
@@ -620,9 +628,14 @@ class Observer(Trace):
         own = call.owner
         given = vars(own) if isinstance(own, Distribution) else (call.args, call.options)
         is_passed = any(one.requires_grad for one in tensors_of(given))
-        if is_passed and getattr(own, "has_rsample", True) and torch.is_grad_enabled():
-            for one in tensors_of(call.run()):
-                self.samples_without_gradient[one] = users_line()
+        is_passed &= getattr(own, "has_rsample", True) and torch.is_grad_enabled()
+        for one in tensors_of(call.run()):
+            self.samples[one] = users_line() if is_passed else ""
+
+    def _on_log_prob(self, call: TorchCall) -> None:
+        self.note(Scoring)
+        if any(one in self.samples for one in call.tensors):
+            notes_on(call.run())[CHANCE] = True
 
     def _on_categorical(self, call: TorchCall) -> None:
         chances, logits = call.argument("probs"), call.argument("logits")
