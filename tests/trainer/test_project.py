@@ -59,6 +59,21 @@ def test_threads_under_make_wait_asleep(project):
     assert finished(*line, cwd=project).stdout == "PASSIVE\n"
 
 
+NEWER_TORCH = """
+import curry_train
+
+def test_a_newer_torch_is_a_warning(monkeypatch):
+    monkeypatch.setattr(curry_train, "TESTED_TORCH", ())
+    curry_train.warn_of_untested_torch()
+"""
+
+
+def test_the_tests_of_a_project_pass_with_a_newer_torch(project, tmp_path):
+    (tmp_path / "test_torch.py").write_text(NEWER_TORCH)
+    settings = project / "pyproject.toml"
+    assert "1 passed" in run(project, "-m", "pytest", "-c", settings, tmp_path / "test_torch.py")
+
+
 def figures(runs):
     """Return the steps with their losses, norms and rates, and the dev losses, of the only run."""
     (folder,) = runs.iterdir()
