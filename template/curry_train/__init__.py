@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 __version__ = "0.2.0"
-TESTED_TORCH = ("2.11", "2.13")
+TESTED_TORCH = ("2.11", "2.13", "2.14")
 
 
 def warn_of_untested_torch() -> None:
@@ -21,7 +21,7 @@ def warn_of_untested_torch() -> None:
     version = re.search(r"^__version__ = '((\d+\.\d+).*)'", text, re.MULTILINE)
     if version is not None and version[2] not in TESTED_TORCH:
         warnings.warn(
-            f"curry-train is tested with torch {' and '.join(TESTED_TORCH)}, and this is "
+            f"curry-train is tested with torch {', '.join(TESTED_TORCH)}, and this is "
             f"{version[1]}: run `curry-train validate` on your model before you rely on it",
             stacklevel=3,
         )

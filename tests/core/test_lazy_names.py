@@ -49,16 +49,16 @@ def imported_with(folder, *, version, options=()):
     return finished(sys.executable, *options, "-c", "import curry_train", PYTHONPATH=path)
 
 
-@pytest.mark.parametrize("version", ["2.12.1", "2.14.0+cu130", "2.110.0", "3.0"])
+@pytest.mark.parametrize("version", ["2.12.1", "2.15.0+cu130", "2.110.0", "3.0"])
 def test_a_torch_that_was_never_tested_is_named_in_one_warning(tmp_path, version):
     done = imported_with(tmp_path, version=version)
     (line,) = [line for line in done.stderr.splitlines() if "Warning" in line]
     assert line.endswith(
-        f"UserWarning: curry-train is tested with torch 2.11 and 2.13, and this is {version}: "
+        f"UserWarning: curry-train is tested with torch 2.11, 2.13, 2.14, and this is {version}: "
         "run `curry-train validate` on your model before you rely on it"
     )
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.13.0a0+git1234"])
+@pytest.mark.parametrize("version", ["2.11.0", "2.14.1+cu130", "2.13.0a0+git1234"])
 def test_a_tested_torch_is_not_mentioned(tmp_path, version):
     assert imported_with(tmp_path, version=version, options=["-W", "error"]).stderr == ""

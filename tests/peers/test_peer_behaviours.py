@@ -27,8 +27,10 @@ from .peer_table import (
     torch_checkpoints,
 )
 
-# Of the compiler, of torch's own rules of derivatives, which are scripted, and of its anomaly mode.
-pytestmark = [*TRACING, pytest.mark.filterwarnings("ignore:Anomaly Detection|.torch.jit.script")]
+# Of the compiler, of torch's own rules of derivatives, which are scripted, of its anomaly mode, and
+# of hooks around a policy, as torch 2.14 will let them see what the policy saves.
+FORESEEN = "ignore:Anomaly Detection|.torch.jit.script|A saved_tensors_hooks context"
+pytestmark = [*TRACING, pytest.mark.filterwarnings(FORESEEN)]
 PAGE = ROOT / "skills/recompute/references/torch-checkpoint.md"
 IN_ONE_PROCESS = [pytest.param(one, id=one.name) for one in BEHAVIOURS if not one.on_ranks]
 

@@ -78,8 +78,9 @@ def test_torch_fails_to_keep_an_operation_of_several_outputs_so_it_is_avoided(mo
 
     assert compare(step(build(alone())), step(bounded(alone(), 0.5))).bit_equal
     monkeypatch.setattr(compile_budget, "_is_a_tuple_alone", lambda joint, drawing: False)
-    with pytest.raises((CompileFailed, AssertionError), match="tuple"):
-        step(bounded(alone(), 0.5))
+    if torch.__version__ < "2.14":
+        with pytest.raises((CompileFailed, AssertionError), match="tuple"):
+            step(bounded(alone(), 0.5))
 
 
 def test_torch_ignores_kept_operations_at_zero_so_the_smallest_budget_replaces_it(monkeypatch):

@@ -52,6 +52,12 @@ GROUP_NORM = aten.native_group_norm.default
 NORM_FORWARDS = (BATCH_NORM, GROUP_NORM, aten.native_layer_norm.default)
 BATCH_NORM_BACKWARD = aten.native_batch_norm_backward.default
 GROUP_NORM_BACKWARD = aten.native_group_norm_backward.default
+# In torch before 2.14 outputs and gradients of a group norm are contiguous, whatever it is given.
+GROUP_NORM_KEEPS_LAYOUT = torch.__version__ >= "2.14"
+# By its name before torch 2.14, and from then on.
+CHECKPOINT_GENERATOR = max(
+    name for name in vars(checkpoint) if name.startswith("_checkpoint_without_reentrant_generator")
+)
 LIFT_OPERATION = aten.lift_fresh.default
 GROUPED_MM_OPERATION = aten._grouped_mm.default
 READ_OPERATION = aten._local_scalar_dense.default
@@ -109,8 +115,9 @@ class KernelsAsTheyRun(FakeTensorMode):
             return self._correct_norm(func, args, out)
         if func is BATCH_NORM_BACKWARD and out[0] is not None:
             return self._allocate_like(args[1], out[0].dtype), *out[1:]
-        if func is GROUP_NORM_BACKWARD and out[0] is not None and out[0].dtype != args[1].dtype:
-            return self._allocate_like(out[0], args[1].dtype), *out[1:]
+        if func is GROUP_NORM_BACKWARD and out[0] is not None:
+            like = args[1] if GROUP_NORM_KEEPS_LAYOUT else out[0]
+            return self._allocate_like(like, args[1].dtype), *out[1:]
         if func in RESIZED_LOSSES and out.dim() == 0:
             return self._allocate_resized(torch.broadcast_shapes(first.shape, args[1].shape), out)
         return out
@@ -123,7 +130,7 @@ class KernelsAsTheyRun(FakeTensorMode):
     def _correct_norm(self, func: Any, args: Any, out: Any) -> Any:
         """Correct the layout of a norm's output and the dtype of its statistics."""
         output, *statistics = out
-        if func is BATCH_NORM:
+        if func is BATCH_NORM or (func is GROUP_NORM and GROUP_NORM_KEEPS_LAYOUT):
             output = self._allocate_like(args[0], output.dtype)
         given = [value for value in args[1:] if isinstance(value, Tensor)]
         float32 = any(value.dtype is torch.float32 for value in given)
@@ -455,7 +462,7 @@ def pretended(
         mock.patch.object(nn.Module, "_apply", _apply),
         # In torch 2.13 this redraws until all values are in range, which never ends without values.
         mock.patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor),
-        _recomputes_in_modes(checkpoint, "_checkpoint_without_reentrant_generator"),
+        _recomputes_in_modes(checkpoint, CHECKPOINT_GENERATOR),
         _recomputes_in_modes(checkpoint.CheckpointFunction, "apply"),
         mode,
         as_on_cuda(here.copies) if here.cuda else nothing,
