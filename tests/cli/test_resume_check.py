@@ -78,11 +78,14 @@ def test_an_average_that_no_step_reads_is_compared():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for change in (0, 0, 1):
             average.bias.data += change
+            optimizer.param_groups[0]["momentum"] = change
             model(SimpleNamespace(values=torch.ones(2))).backward()
             optimizer.step()
     assert watch.steps[0]["data order"] != [[]]
     before, equal, other = (step["after"] for step in watch.steps)
     assert before == equal != other
+    named = differences(watch.steps, watch.steps[2:], 0)
+    assert named["optimizer"] == "param_groups.0.momentum 1, not 0 (step 1)"
 
 
 @pytest.fixture

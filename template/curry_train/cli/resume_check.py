@@ -79,8 +79,8 @@ def check_resume(
     straight = run("straight", num_steps, start)
     if len(straight) < num_steps:
         raise ValueError(
-            f"it ended after {len(straight)} steps of an optimizer: give fewer --steps, or a "
-            "program that trains"
+            f"it ended after {len(straight)} of {num_steps} steps of an optimizer: give fewer "
+            "--steps, or a program that trains"
         )
     try:
         killed = run("killed", kill_at, start)
@@ -215,7 +215,7 @@ def _describe_difference(part: str, was: Any, now: Any) -> str:
     if part == "data order":
         return "another batch"
     keys = [key for key in {**was, **now} if was.get(key) != now.get(key)]
-    if part in ("scheduler", "scaler"):
+    if part in ("scheduler", "scaler") or "param_groups" in keys[0]:
         return f"{keys[0]} {now.get(keys[0])}, not {was.get(keys[0])}"
     return some_of(keys, 1)
 

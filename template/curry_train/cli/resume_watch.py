@@ -104,7 +104,8 @@ class StateWatch:
         for number, one in enumerate(several):
             state = one.state_dict()
             # Rates are noted apart.
-            state.pop("param_groups", None)
+            for group in state.get("param_groups", ()):
+                group.pop("lr", None)
             for name, value in leaves_of(state, str(number) if number else "").items():
                 found[name] = digest(value) if isinstance(value, Tensor) else value
         return found
