@@ -190,10 +190,11 @@ class Candidate:
         return self if self.peak_bytes <= budget_bytes else replace(self, step_seconds=None)
 
     def summary(self) -> str:
-        """Count equal options, such as `30 regions, 2 none`."""
+        """Count equal options, such as `30 regions, 2 plain`."""
         counts = Counter(map(str, self.options.values()))
         items = ["chunked loss"] if self.chunked_loss else []
-        items += [f"{number} {name}" for name, number in counts.items()]
+        for name, number in counts.items():
+            items.append(f"{number} {'plain' if name == NONE_KIND else name}")
         return ", ".join(items) or "as it is"
 
 
