@@ -42,7 +42,6 @@ from .healthy_loops import (
     low_rank,
     samples_compared_with_others,
     speech,
-    unfrozen_step_by_step,
 )
 from .loops import (
     Attention,
@@ -101,12 +100,6 @@ from .loops import (
 )
 
 # Accumulation.
-
-
-def undivided_sum_of_losses():
-    accumulate(
-        loss=lambda one, labels: F.cross_entropy(one, labels) + 0.01 * one.square().mean()  # here
-    )
 
 
 def mean_divided_by_the_batch_size():
@@ -216,10 +209,6 @@ def layers_in_a_list():
     model = Model(8, 5)
     model.layers = [nn.Linear(8, 8) for _ in range(2)]
     fit(model)  # here: made
-
-
-def unfrozen_but_not_added():
-    unfrozen_step_by_step(is_added=False)  # here: first
 
 
 def one_parameter_twice():
@@ -1824,7 +1813,7 @@ FAULTY = {
         focal_weight_of_a_mean, drawn_inside_of_a_model,
         loss_that_is_one_number_weighted, drawn_without_a_gradient,
         drawn_by_a_function_without_a_gradient,
-        undivided_sum_of_losses, mean_divided_by_the_batch_size,
+        mean_divided_by_the_batch_size,
         step_after_the_first_microbatch, mean_over_padding, mean_over_ignored_targets,
         window_over_the_end_of_an_epoch,
         last_loss_alone, running_total,
@@ -1843,7 +1832,7 @@ FAULTY = {
         trial_gradients_added, trial_weights_stay, backward_in_an_evaluation,
     ],
     "optimizer": [
-        two_optimizers_for_one_layer, made_in_each_epoch, unfrozen_but_not_added,
+        two_optimizers_for_one_layer, made_in_each_epoch,
         one_parameter_twice, tied_by_their_data, layers_in_a_list, extra_parameter_in_no_optimizer,
         tensor_in_no_optimizer,
         never_stepped, optimizer_that_never_steps,

@@ -388,15 +388,14 @@ def tied_weights():
     fit_language(model)
 
 
-def unfrozen_step_by_step(*, is_added=True):
+def unfrozen_step_by_step():
     model = classifier()
     model[0].requires_grad_(False)
-    optimizer = AdamW([one for one in model.parameters() if one.requires_grad])  # first
+    optimizer = AdamW([one for one in model.parameters() if one.requires_grad])
     for number, batch in enumerate(loader()):
         if number == 3:
             model[0].requires_grad_(True)
-            if is_added:
-                optimizer.add_param_group({"params": model[0].parameters(), "lr": 1e-4})
+            optimizer.add_param_group({"params": model[0].parameters(), "lr": 1e-4})
         step(optimizer, loss_of(model, batch))
 
 
