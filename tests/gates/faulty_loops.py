@@ -965,9 +965,8 @@ def advantage_with_a_gradient():
     optimizer = Adam([*policy.parameters(), *critic.parameters()])
     for states, _ in loader():
         chosen = Categorical(logits=policy(states))
-        advantage = 1 - critic(states)[:, 0]
-        gain = chosen.log_prob(chosen.sample()) * advantage  # here
-        step(optimizer, advantage.square().mean() - gain.mean())
+        gain = chosen.log_prob(chosen.sample()) * critic(states)[:, 0]  # here
+        step(optimizer, -gain.mean())
 
 
 def act(choose):

@@ -60,6 +60,8 @@ def test_level_modules_has_calls_alone():
     assert "gradient" not in kinds(record)
     assert all(not one.digests for one in record if one.kind in ("state", "step"))
     assert sum(one.kind == "exit" for one in record) > 40
+    with pytest.raises(ValueError, match="of level all in A and modules in B"):
+        locate(recorded("b"), record)
 
 
 def test_a_last_line_that_was_cut_off_is_left_out():

@@ -74,6 +74,11 @@ def locate(a: Record, b: Record, noises: Sequence[Record] = ()) -> Located:
 
     With runs of A's program with noise, differences that rounding explains are none.
     """
+    if a[0].level != b[0].level:
+        raise ValueError(
+            f"the records are of level {a[0].level} in A and {b[0].level} in B: make one of them "
+            "again, with the --level of the other"
+        )
     comparison = Comparison(a, b, noises)
     found = comparison.run()
     found.notes = list(dict.fromkeys([*found.notes, *comparison.of_the_runs()]))
