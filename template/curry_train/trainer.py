@@ -270,7 +270,12 @@ def how_to_continue(run: AttachedRun, folder: Path, config: str, words: Sequence
     """Return the command that resumes a project's run with the words of its start."""
     size = Ranks().size
     start = f"torchrun --nproc-per-node {size}" if size > 1 else "python"
-    when = "to train longer, with a larger steps=" if run.ended_by == "steps" else "to continue"
+    when = "to continue"
+    if run.ended_by == "steps":
+        when = "to train longer"
+        longer = f"steps={2 * run.steps}"
+        words = [longer if word.startswith("steps=") else word for word in words]
+        words += [] if longer in words else [longer]
     file = [] if config == "config.yaml" else ["--config", config]
     return f"{when}: {start} train.py {shlex.join(['--resume', folder.name, *words, *file])}"
 

@@ -84,8 +84,7 @@ def test_an_average_that_no_step_reads_is_compared():
     assert watch.steps[0]["data order"] != [[]]
     before, equal, other = (step["after"] for step in watch.steps)
     assert before == equal != other
-    named = differences(watch.steps, watch.steps[2:], 0)
-    assert named["optimizer"] == "param_groups.0.momentum 1, not 0 (step 1)"
+    assert "momentum 1, not 0" in differences(watch.steps, watch.steps[2:], 0)["optimizer"]
 
 
 @pytest.fixture

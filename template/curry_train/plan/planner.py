@@ -59,7 +59,7 @@ def why_it_won(best: Candidate, found: Sequence[Candidate], plain_seconds: float
     for second in found:
         if second.step_seconds is not None and second is not best:
             return text + (
-                f" The next best is microbatch {second.microbatch}, blocks {second.summary()}, "
+                f" The next best is microbatch {second.microbatch} ({second.summary()}), "
                 f"{second.step_seconds / best.step_seconds - 1:.1%} slower."
             )
     return text

@@ -111,7 +111,8 @@ def module_of(file: Path) -> tuple[Path, str]:
 
 NO_STEP = (
     "it made no optimizer step: weights that it changes itself need torch.optim.SGD; if it starts "
-    "another process that trains, give the script of that process"
+    "another process that trains, give the script of that process; if it resumes a finished run, "
+    "give it another folder"
 )
 NO_CUDA_ADVICE = (
     "; this machine has no CUDA device: let the script take 'cuda' if torch.cuda.is_available() "
