@@ -42,7 +42,7 @@ from .runs.policy import SavingPolicy
 from .runs.policy_config import SpikeConfig
 from .runs.state import TrainingState
 from .runs.trainers import (
-    add_callback,
+    add_to,
     commit_checkpoints,
     library_of,
     record_training,
@@ -270,13 +270,13 @@ def equip(
     if change is not None:
         if not callable(change):
             raise TypeError("apply takes a function of the model or a plan: give Plan.load(path)")
-        CHANGE_BY_LIBRARY[library](trainer, change, functools.partial(_check_microbatch, apply))
+        add_to(trainer, CHANGE_BY_LIBRARY, change, functools.partial(_check_microbatch, apply))
     if commit:
         commit_checkpoints(trainer)
     if journal is not None:
         record_training(trainer, journal, watch=watch)
     if memory is not None:
-        RECORDING_BY_LIBRARY[library](trainer, Path(memory))
+        add_to(trainer, RECORDING_BY_LIBRARY, Path(memory))
     return trainer
 
 
@@ -328,6 +328,7 @@ def _apply_to_hugging_face(trainer: Any, change: Change, check_size: CheckSize) 
 class _LightningChange:
     """Changes a LightningModule between its `configure_model` and the wrapper of its strategy."""
 
+    _trainer: Any
     _change: Change
     _check_size: CheckSize
     _changed: Any = None
@@ -370,9 +371,9 @@ def _apply_to_accelerator(accelerator: Any, change: Change, check_size: CheckSiz
     replace_calls(accelerator, prepare=changing, prepare_model=changing)
 
 
-CHANGE_BY_LIBRARY: dict[str, Callable[[Any, Change, CheckSize], None]] = {
+CHANGE_BY_LIBRARY = {
     "transformers": _apply_to_hugging_face,
-    "lightning": lambda trainer, *args: add_callback(trainer, _LightningChange, *args),
+    "lightning": _LightningChange,
     "accelerate": _apply_to_accelerator,
 }
 
@@ -384,7 +385,7 @@ def _record_hugging_face(trainer: Any, path: Path) -> None:
 class _LightningMemory:
     """Records the memory of `fit`; an error is seen before Lightning frees what it holds."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, trainer: Any, path: Path) -> None:
         self._path = path
         self._recording = contextlib.ExitStack()
 
@@ -399,7 +400,7 @@ class _LightningMemory:
         self._recording.close()
 
 
-RECORDING_BY_LIBRARY: dict[str, Callable[[Any, Path], None]] = {
+RECORDING_BY_LIBRARY = {
     "transformers": _record_hugging_face,
-    "lightning": lambda trainer, path: add_callback(trainer, _LightningMemory, path),
+    "lightning": _LightningMemory,
 }

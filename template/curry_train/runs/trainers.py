@@ -219,9 +219,7 @@ def commit_checkpoints(trainer: Any) -> Any:
     Returns what it was given. Deletion by `save_total_limit` and `total_limit` goes on, and follows
     the commit of the newer checkpoint.
     """
-    library, _ = library_of(trainer, otherwise="commit its folders with commit_folder")
-    COMMITS[library](trainer)
-    return trainer
+    return add_to(trainer, COMMITS, otherwise="commit its folders with commit_folder")
 
 
 # The library of a package, and where its callbacks are.
@@ -248,16 +246,24 @@ def library_of(trainer: Any, *, otherwise: str) -> tuple[str, str]:
     )
 
 
-def add_callback(trainer: Any, methods: type, *args: Any) -> None:
-    """Add a callback with these methods to a Trainer of Hugging Face or Lightning."""
-    library, path = library_of(trainer, otherwise="it takes no callbacks")
-    bases = methods, pkgutil.resolve_name(path)
-    callback = type(methods.__name__.lstrip("_"), bases, {})(*args)
+def add_to(trainer: Any, additions: Mapping[str, Any], *args: Any, otherwise: str = "") -> Any:
+    """Call a function or a class, chosen by the trainer's library, with it; return the trainer.
+
+    What a class makes becomes a callback of a Trainer of Hugging Face or Lightning.
+    """
+    library, path = library_of(trainer, otherwise=otherwise)
+    make = additions[library]
+    if not path or not isinstance(make, type):
+        make(trainer, *args)
+        return trainer
+    bases = make, pkgutil.resolve_name(path)
+    callback = type(make.__name__.lstrip("_"), bases, {})(trainer, *args)
     if library == "transformers":
         trainer.add_callback(callback)
     else:
         # Before those that save, which an end of the training must reach first.
         trainer.callbacks.insert(0, callback)
+    return trainer
 
 
 def replace_calls(owner: Any, **functions: Callable[..., Any]) -> None:
@@ -378,8 +384,8 @@ def _remove_committed(remove: Any, path: Any) -> None:
     _find_manifest(Path(path)).unlink(missing_ok=True)
 
 
-COMMITS: dict[str, Callable[[Any], None]] = {
-    "transformers": lambda trainer: add_callback(trainer, _HuggingFaceCommits, trainer),
+COMMITS = {
+    "transformers": _HuggingFaceCommits,
     "accelerate": _commit_accelerator,
     "lightning": lambda trainer: commit_files(trainer.strategy.checkpoint_io),
 }
@@ -397,18 +403,15 @@ def record_training(trainer: Any, folder: StrPath, *, watch: SpikeConfig | None 
     the next start may resume from an older checkpoint; under Accelerate it ends with a RunError.
     Hugging Face logs a NaN only with `logging_nan_inf_filter=False`. Returns what it was given.
     """
-    library, _ = library_of(trainer, otherwise="call saving(..., journal=True) in the loop")
-    if library == "accelerate":
-        _AcceleratorJournal(folder, watch).attach(trainer)
-    else:
-        add_callback(trainer, JOURNALS[library], folder, watch)
-    return trainer
+    advice = "call saving(..., journal=True) in the loop"
+    return add_to(trainer, JOURNALS, folder, watch, otherwise=advice)
 
 
 class _WatchedJournal:
     """The journal of a training, and the watchdog over its losses."""
 
-    def __init__(self, folder: StrPath, watch: SpikeConfig | None) -> None:
+    def __init__(self, trainer: Any, folder: StrPath, watch: SpikeConfig | None) -> None:
+        self._trainer = trainer
         self._folder = Path(folder)
         self._watchdog = SpikeWatchdog(watch or {"action": "none"})
         # The journal, from the first step to the end of a training.
@@ -527,10 +530,10 @@ class _AcceleratorJournal(_WatchedJournal):
     _norm: Any = None
     _has_hook = False
 
-    def attach(self, accelerator: Any) -> None:
+    def __init__(self, accelerator: Any, *args: Any) -> None:
+        super().__init__(accelerator, *args)
         if accelerator.state.deepspeed_plugin is not None:
             raise ValueError("DeepSpeed steps inside of its engine: write the journal in the loop")
-        self._accelerator = accelerator
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._load)
         replace_calls(
@@ -543,10 +546,10 @@ class _AcceleratorJournal(_WatchedJournal):
     def _on_backward(self, backward: Callable[..., Any], loss: Any, **options: Any) -> None:
         backward(loss, **options)
         # As Accelerate divides it for the gradient.
-        mean = loss.detach().float() / self._accelerator.gradient_accumulation_steps
+        mean = loss.detach().float() / self._trainer.gradient_accumulation_steps
         self.losses.append(mean)
         if not self._has_hook:
-            self._accelerator._optimizers[0].optimizer.register_step_post_hook(self._on_step)
+            self._trainer._optimizers[0].optimizer.register_step_post_hook(self._on_step)
             self._has_hook = True
 
     def _clip(self, clip: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -566,7 +569,7 @@ class _AcceleratorJournal(_WatchedJournal):
 
     def _begin(self) -> None:
         if self.journal is None:
-            accelerator = self._accelerator
+            accelerator = self._trainer
             config = {
                 "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
                 "mixed_precision": str(accelerator.mixed_precision),
@@ -576,7 +579,7 @@ class _AcceleratorJournal(_WatchedJournal):
     def _save(self, models: Any, weights: Any, folder: str) -> None:
         self._begin()
         place = Path(folder).resolve()
-        if self._accelerator.is_main_process:
+        if self._trainer.is_main_process:
             (place / STEP_FILE_NAME).write_text(json.dumps(self._step))
         self.journal.write("save", step=self._step, checkpoint=str(_find_final_name(place)))
 
@@ -594,4 +597,8 @@ class _AcceleratorJournal(_WatchedJournal):
         return end(*args, **options)
 
 
-JOURNALS = {"transformers": _HuggingFaceJournal, "lightning": _LightningJournal}
+JOURNALS = {
+    "transformers": _HuggingFaceJournal,
+    "accelerate": _AcceleratorJournal,
+    "lightning": _LightningJournal,
+}
