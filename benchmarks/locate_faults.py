@@ -417,11 +417,11 @@ class Planter:
         """One more number from the generator, between two steps."""
         step = self.random.randint(2, STEPS)
         enters = {
-            (one.path, one.call): one.generator
+            (one.path, one.call): one.generators
             for one in self._observed("enter", step=step, phase="forward")
         }
         exits = self._observed("exit", step=step, phase="forward")
-        drawing = [it for it in exits if enters[it.path, it.call] != it.generator]
+        drawing = [it for it in exits if enters[it.path, it.call] != it.generators]
         one = self._one(drawing[:1])
         return Fault(
             step,

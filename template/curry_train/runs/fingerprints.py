@@ -51,7 +51,7 @@ from .values import Facts, Values, floats_of
 # Iterators of a DataLoader have this class, which has no public name.
 LoaderIterator = _BaseDataLoaderIter
 # Of what a record holds: one of another version can't be compared.
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 LEVELS = ("all", "modules")
 # Values that are recorded as they are: arguments of calls, attributes of modules, settings.
 PLAIN_TYPES = (bool, int, float, str, type(None))
@@ -79,7 +79,6 @@ class Observation(SimpleNamespace):
     path = ""
     # Path and number of the call of a module inside of which it is.
     within: Any = None
-    generator: str | None = None
     rows: Sequence[str] = ()
     # Values by their names: tensors, modules, generators.
     digests: Values = MappingProxyType({})
@@ -224,7 +223,7 @@ class Recorder:
             if kind in ("enter", "exit"):
                 states = generator_states().values()
                 bits = [state.numpy().tobytes() for state in states if isinstance(state, Tensor)]
-                one.generator = hash_of(b"".join(bits))
+                one.generators = {"torch": hash_of(b"".join(bits))}
             elif kind == "state" and not self.stepping:
                 one.generators = dict(generator_digests().items() - self.undrawn)
             if self.in_replay:

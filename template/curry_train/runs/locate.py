@@ -306,7 +306,7 @@ class Comparison:
         own = f", in its own code{after}," if after else ""
         given = self.given.get((one.path, one.call))
         what = "has equal inputs"
-        if given and given[0].generator not in (given[1].generator, one.generator):
+        if given and given[0].generators not in (given[1].generators, one.generators):
             what += ", draws from a random generator that differs,"
         what = self._describe_given_alone(one.path, one.call) or what
         text = f"{_call(one)}{own} {what} and another output {some_of(names, 1)}"
@@ -373,9 +373,7 @@ class Comparison:
     # What differs besides.
 
     def _note_generators(self, one: Observation, other: Observation) -> None:
-        a, b = (
-            it.generators if it.kind == "state" else {"torch": it.generator} for it in (one, other)
-        )
+        a, b = one.generators, other.generators
         for name in sorted({**a, **b}):
             if a.get(name) == b.get(name):
                 self.seen_equal.add(name)
