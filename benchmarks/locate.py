@@ -8,6 +8,7 @@ effect; one that changes no bit of the run, such as a flip that dropout hides, i
 Proof: `python -m pytest tests/benchmarks/test_recorders.py`.
 """
 
+import ast
 import functools
 import itertools
 import json
@@ -70,10 +71,10 @@ def kept(name: str, base=nullcontext) -> tuple[Any, str]:
 def noise(name: str, base, expected: str) -> list[Any]:
     """Return runs with noise; those of all Bs that leave dtypes and calls as they are are the same.
 
-    `expected` is what `expected_values` returns of A, as JSON.
+    `expected` is what `expected_values` returns of A, as text.
     """
     _, values = kept(name, base)
-    of_a = [json.loads(expected)]
+    of_a = [ast.literal_eval(expected)]
     with base():
         return [
             record(name, exchange=Exchange(values, expected=of_a, noise=seed))
@@ -91,7 +92,7 @@ def with_tolerance(name: str, b, fault: Fault, base=nullcontext, around=nullcont
     exchange = Exchange(values, expected=[of_b])
     with base(), around():
         other = record(name, fault, exchange=exchange)
-    return locate(a, other, noise(name, base, json.dumps(of_a)))
+    return locate(a, other, noise(name, base, repr(of_a)))
 
 
 def is_named(found: Located, fault: Fault) -> bool:

@@ -604,11 +604,11 @@ def value_range(value: Any) -> Range | None:
         return float(low), float(high)
 
 
-def place_of(one: Observation) -> str:
+def place_of(one: Observation) -> Any:
     """Return what an observation is matched by: step, phase, module path, call, and the like."""
     # Each output and input of a call has a gradient of its own.
     what = [*one.digests, one.time] if one.kind == "gradient" else []
-    return json.dumps([one.kind, one.step, one.phase, one.path, one.call, *what])
+    return one.kind, one.step, one.phase, one.path, one.call, *what
 
 
 def users_line(outer: str = "") -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 from ..core.wording import some_of
 from .fingerprints import Observation, Record, place_of
-from .rounding import epsilon_of, is_rounding, num_elements
+from .rounding import Expected, epsilon_of, is_rounding, num_elements
 from .values import Facts, Values
 
 # Operations, from the first one that differs, that are aligned between the two runs.
@@ -86,9 +86,9 @@ def locate(a: Record, b: Record, noises: Sequence[Record] = ()) -> Located:
     return found
 
 
-def expected_values(a: Record, b: Record, step: int) -> tuple[Facts, Facts]:
+def expected_values(a: Record, b: Record, step: int) -> tuple[Expected, Expected]:
     """Return A's digests from a step on, and their precision, by the places in A and in B."""
-    found: tuple[Facts, Facts] = {}, {}
+    found: tuple[Expected, Expected] = {}, {}
     for one, other in Comparison(a, b).pairs():
         own = other.own
         for name, name_in_b in zip(other.digests, own.digests, strict=True):
@@ -395,7 +395,7 @@ class Comparison:
         yield from _list_changes(*map(settings_of, self.runs))
 
 
-def _index_by_place(observations: Record) -> dict[str, Observation]:
+def _index_by_place(observations: Record) -> dict[Any, Observation]:
     return {place_of(one): one for one in observations if one.kind in COMPARED}
 
 

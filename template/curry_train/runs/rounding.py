@@ -8,7 +8,6 @@ measures what rounding does to it, also where terms cancel, as in the bias of ke
 Proof: `python -m pytest tests/runs/test_rounding.py`.
 """
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ from .values import elements_of
 # rounding error in some modules, and not in others.
 Distances = dict[str, float]
 # Of one rank: for each place of an observation A's digests, with the precision of noise there.
-Expected = Mapping[str, Mapping[str, tuple[str, float]]]
+Expected = dict[Any, dict[str, tuple[str, float]]]
 # Runs with noise, as one alone may draw too little of it for a small tensor.
 NUM_NOISES = 5
 # How much more than the noise may B differ by: sums of many numbers round more than their terms.
@@ -65,7 +64,7 @@ class Exchange:
                 epsilon
                 for place, of_names in (self.expected or {}).items()
                 for digest, epsilon in of_names.values()
-                if json.loads(place)[0] == "exit" and epsilon > epsilon_of(digest)
+                if place[0] == "exit" and epsilon > epsilon_of(digest)
             ),
             default=0.0,
         )
@@ -74,7 +73,7 @@ class Exchange:
         self.generator = torch.Generator().manual_seed(noise or 0)
 
     def meet(
-        self, place: str, tensors: Mapping[str, Tensor], digests: Mapping[str, str]
+        self, place: Any, tensors: Mapping[str, Tensor], digests: Mapping[str, str]
     ) -> tuple[dict[str, Distances], dict[str, Tensor]]:
         """Return how far tensors are from those of A, and A's values where they differ."""
         distances: dict[str, Distances] = {}
