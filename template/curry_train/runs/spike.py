@@ -51,7 +51,7 @@ class Spike:
     # The first step whose loss was too high.
     first: int
     loss: float
-    # Baseline and limit are None if a loss was not finite before there was a baseline.
+    # Baseline and limit are None only if a loss was not finite before there was a baseline.
     baseline: float | None
     limit: float | None
 
@@ -59,11 +59,11 @@ class Spike:
     def words(self) -> str:
         if not math.isfinite(self.loss):
             return f"a loss or a gradient of step {self.step} is not finite"
-        reference = ""
-        if self.limit is not None:
-            reference = f", with {self.baseline:.4g} before and {self.limit:.4g} as the limit"
         since = "" if self.first == self.step else f", too high since step {self.first}"
-        return f"loss {self.loss:.4g} at step {self.step}{reference}{since}"
+        return (
+            f"loss {self.loss:.4g} at step {self.step}, with {self.baseline:.4g} before and "
+            f"{self.limit:.4g} as the limit{since}"
+        )
 
 
 class SpikeWatchdog(Stateful):
