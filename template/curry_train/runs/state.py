@@ -236,10 +236,10 @@ def _make_tensor(found: Stored, saved: Tensor, parameter: Tensor | None) -> Tens
     """
     if parameter is None:
         is_cuda = found.device == "cuda" and torch.cuda.is_available()
-        return torch.zeros(saved.shape, dtype=saved.dtype, device="cuda" if is_cuda else None)
+        return torch.zeros_like(saved, device="cuda" if is_cuda else "cpu")
     if parameter.shape == saved.shape:
         return torch.zeros_like(parameter, dtype=saved.dtype, requires_grad=False)
-    return torch.zeros(saved.shape, dtype=saved.dtype, device=parameter.device)
+    return torch.zeros_like(saved, device=parameter.device)
 
 
 class Load:
