@@ -49,7 +49,7 @@ class Rows:
         return position
 
 
-def train(folder, *, steps=STEPS, at_step=None, loss_at=None, attach=saving, **options):
+def train(folder, *, at_step=None, loss_at=None, attach=saving, **options):
     """Train a user's loop with dropout; return the run, its weights and its losses."""
     model = regressor()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -57,7 +57,8 @@ def train(folder, *, steps=STEPS, at_step=None, loss_at=None, attach=saving, **o
     options = {"spike": BACK, "rollback_every": 10, "journal": True, **options}
     losses = []
     with attach(model, optimizer, runs=folder, stream=stream, **options) as run:
-        while run.continues(until=steps):
+        # A later call may train on.
+        while run.continues(until=1) or run.continues(until=STEPS):
             inputs, targets = stream.take()
             loss = (model(inputs) - targets).square().mean()
             if loss_at == run.steps + 1:
@@ -86,7 +87,7 @@ def test_a_step_that_is_not_finite_is_rolled_back_at_once():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_stopped_by_a_signal_resumes_bit_equal(number):
-    _, weights, losses = train("straight", steps=20)
+    _, weights, losses = train("straight")
 
     def send(run):
         if run.steps == 7:
@@ -98,11 +99,11 @@ def test_a_run_stopped_by_a_signal_resumes_bit_equal(number):
         return run
 
     handler = signal.getsignal(number)
-    run, _, first = train("ended", steps=20, at_step=send)
+    run, _, first = train("ended", at_step=send)
     assert (run.steps, run.ended_by, run.exit_status) == (7, number.name, 128 + number)
     assert signal.getsignal(number) == handler
     # Random numbers that are drawn before the first step do not count.
-    run, resumed, rest = train("ended", steps=20, attach=drawing)
+    run, resumed, rest = train("ended", attach=drawing)
     assert (run.ended_by, run.exit_status) == ("steps", 0)
     assert first + rest == losses
     assert equal(weights, resumed)

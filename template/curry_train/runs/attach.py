@@ -330,9 +330,10 @@ class AttachedRun:
         With a stream, before each step; False once `until` steps are done, or a signal has reached
         any rank. With a DataLoader, before each pass, which `run.batches` then ends at `until`.
         """
+        # An earlier call may have ended the loop at fewer steps.
+        self.ended_by = "steps" if self.steps >= until else None
         if self._has_loader:
             self._until = until
-            self.ended_by = "steps" if self.steps >= until else None
             return self.ended_by is None
         if self._resuming:
             # Code between `saving` and the first step may have drawn random numbers.
@@ -342,9 +343,7 @@ class AttachedRun:
             self._boxes.begin()
         # A signal that reached any rank ends all.
         number = self._ranks.highest([self._stop.number])[0]
-        if self.steps >= until:
-            self.ended_by = "steps"
-        elif number:
+        if number and self.ended_by is None:
             self.ended_by = signal.Signals(number).name
         return self.ended_by is None
 
