@@ -103,9 +103,8 @@ class StateWatch:
         several = [one for kind, one in self._found if kind == part]
         for number, one in enumerate(several):
             state = one.state_dict()
-            # Rates are noted apart.
-            for group in state.get("param_groups", ()):
-                group.pop("lr", None)
+            # Rates are noted apart. The groups may be the optimizer's own.
+            state["param_groups"] = [one | {"lr": 0} for one in state.get("param_groups", ())]
             for name, value in leaves_of(state, str(number) if number else "").items():
                 found[name] = digest(value) if isinstance(value, Tensor) else value
         return found

@@ -186,8 +186,11 @@ def _run_both(
         args, words = tree_map(
             lambda one: value if one is given else one, (call.args[1:], call.options)
         )
-        outputs = tensors_of(module(*args, **words))
-        logits = (one for one in outputs if one.dim() in (1, 2, 3) and one.is_floating_point())
+        logits = (
+            one
+            for one in tensors_of(module(*args, **words))
+            if 0 < one.dim() < 4 and one.is_floating_point()
+        )
         return next(logits, torch.zeros(()))
 
     with (

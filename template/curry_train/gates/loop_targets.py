@@ -35,7 +35,7 @@ def of_batch(batch: Any) -> dict[str, Any]:
 
 def _sum_up(one: Tensor) -> float:
     """Return a digest of the sum over the samples, without the bits that rounding may change."""
-    return round(digest(one.double().sum(0)), 6)
+    return round(digest(one.real.double().sum(0)), 6)
 
 
 def note_batches(trace: Trace, target: Tensor, call: LossCall) -> None:
