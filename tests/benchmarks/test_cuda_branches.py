@@ -316,11 +316,10 @@ def test_a_limit_is_that_of_the_card_and_a_tensor_comes_back_to_the_current_one(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     made = []
-    monkeypatch.setattr(torch, "zeros", lambda shape, *, dtype, device: made.append(device))
+    monkeypatch.setattr(torch, "zeros_like", lambda saved, *, device: made.append(device))
     for kind in ("cuda", None):
-        found, saved = SimpleNamespace(device=kind), SimpleNamespace(shape=(), dtype=None)
-        state._make_tensor(found, saved, None)
-    assert made == ["cuda", None]  # torch takes a device without a number for the current one
+        state._make_tensor(SimpleNamespace(device=kind), None, None)
+    assert made == ["cuda", "cpu"]  # torch takes a device without a number for the current one
 
 
 def test_compiled_code_is_for_the_device_of_the_parameters(monkeypatch):

@@ -132,7 +132,7 @@ def test_noise_of_far_larger_elements_excuses_none():
 def test_a_sum_over_the_batch_may_differ_by_more(name):
     """As many terms as the largest tensor has elements may be in it."""
     settings = {"environment": {"world_size": 1}, "program": None, "code": {}, "variables": {}}
-    start = Observation(kind="start", **settings)
+    start = Observation(kind="start", level="all", **settings)
 
     def run(distance):
         digests = {"1": "float32[1024]:0", name: f"float32[1]:{distance}"}
